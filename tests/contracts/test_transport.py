@@ -236,7 +236,7 @@ def test_wrong_bytes_of_the_way_itself_are_found(way, monkeypatch):
             largest = int(np.argmax(arrived.rows.nbytes))
             if not way.is_mapped:
                 first = arrived.rows.address[largest]
-                segments = self.staging.memory.segments.values()
+                segments = [each.segment for each in self.staging.memory.values()]
                 (segment,) = [
                     each for each in segments if each.start <= first < each.start + each.nbytes
                 ]

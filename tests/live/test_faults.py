@@ -21,7 +21,7 @@ from flyweight.errors import (
     TransportError,
     VersionError,
 )
-from flyweight.live import Publisher, fetch, incoming, messages, publisher, reader
+from flyweight.live import Publisher, fetch, incoming, messages, publisher, reader, source_rank
 from flyweight.live.incoming import Incoming
 from flyweight.live.reader import Reader
 from live.live_processes import TOKEN, at, once
@@ -187,10 +187,10 @@ def test_copies_that_were_prepared_for_a_failed_attempt_are_thrown_away(
     closed = []
     with monkeypatch.context() as patch:
         wrong = DigestMismatch("wrong")
-        patch.setattr(incoming, "check_digests", raising(wrong))
+        patch.setattr(source_rank, "check_digests", raising(wrong))
         with pytest.raises(DigestMismatch):
             sink.update(timeout_seconds=LIMIT, before=closed.append)
-    assert not sink._link.session._copies
+    assert all(each._copies is None for each in sink._link.session.sources.values())
     assert sink.update(timeout_seconds=LIMIT).version == 1
     assert holds(arrays, 1)
     check_next_update(source, weights, (sink, arrays))
@@ -203,7 +203,7 @@ def test_what_changes_in_staging_after_it_was_verified_is_noticed(pair, transpor
     source.publish(1)
 
     def before(version):
-        staged(sink).memory.segments[0].bytes[5] ^= 1
+        staged(sink).memory[0].segment.bytes[5] ^= 1
 
     with pytest.raises(DigestMismatch, match="where they were written"):
         sink.update(timeout_seconds=LIMIT, before=before)
@@ -239,7 +239,7 @@ def test_staging_memory_comes_back_only_without_leases_even_after_ctrl_c(pair, m
                 with pytest.raises(KeyboardInterrupt):
                     parent.update(timeout_seconds=LIMIT)
             assert not parent._link.shelf.leases.readers(staging.id)
-            assert staging.memory not in parent._link.session._memory.values()  # it is the shelf's
+            assert parent._link.session._memory is not staging.memory  # it is the shelf's
             assert parent.update(timeout_seconds=LIMIT).version == 2
             may_go_on.set()
             assert getattr(result(), "version", 1) in (1, 2), result()
@@ -344,7 +344,7 @@ def test_a_segment_that_could_not_be_mapped_is_sent_again(pair, monkeypatch):
     source, weights, sink, arrays = pair("mapped", keep="memory")
     source.publish(1)
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "open_segments", raising(TransportError("no map")))
+        patch.setattr(source_rank, "open_segments", raising(TransportError("no map")))
         with pytest.raises(TransportError, match="no map"):
             sink.update(timeout_seconds=LIMIT)
     until(lambda: not is_leased(source, 1))
@@ -374,7 +374,7 @@ def test_connections_of_a_session_live_and_die_together(pair):
     session = sink._link.session
     front = session.front
     another = Reader.connect(front.endpoint, sink._link.me, monotonic() + LIMIT, session=session.id)
-    session._ranks[1] = another  # as if the trainer had another rank
+    session.sources[0].reader = another  # as if the trainer had another rank
     another.channel.shut()  # as a timeout does
     check_next_update(source, weights, (sink, arrays))
     assert sink._link.session is not session
@@ -400,7 +400,7 @@ def test_one_flipped_byte_at_a_parent_costs_a_range(pair):
     source, weights, parent, arrays = pair("read", keep="memory")
     source.publish(1)
     parent.update(timeout_seconds=LIMIT)
-    staged(parent).memory.segments[0].bytes[5] ^= 1
+    staged(parent).memory[0].segment.bytes[5] ^= 1
     child_arrays = model()
     with replica_of(child_arrays, source.address, "read", name="child") as child:
         assert child.update(timeout_seconds=LIMIT).version == 1

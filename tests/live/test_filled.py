@@ -27,7 +27,7 @@ def pair():
 
 
 def staging_of(replica):
-    return staged(replica).memory.segments[0]
+    return staged(replica).memory[0].segment
 
 
 def test_staging_is_used_again_for_the_next_version(pair):

@@ -88,7 +88,7 @@ def source():
 def conversation(source, is_joined):
     deadline = monotonic() + LIMIT
     endpoint = parse_address(source.address).endpoint
-    channel = open_channel(endpoint, ME, deadline, is_remote=True)
+    channel = open_channel(endpoint, ME, deadline)
     if is_joined:
         channel.call(Join("me", os.getpid(), 0, 1, this_host(), None, ""), Welcome, deadline)
     return channel, deadline

@@ -171,7 +171,7 @@ def test_a_loader_gets_no_tensor_that_is_not_what_was_published(threads, transpo
             if transport == "mapped":
                 trainer.arrays["scale"][...] += 1
             else:
-                replica._incoming.staging.memory.segments[0].bytes[-1] ^= 1
+                replica._incoming.staging.memory[0].segment.bytes[-1] ^= 1
 
         trainer.fill(1)
         with at("copy", once(spoil)):

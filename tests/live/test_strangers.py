@@ -52,7 +52,7 @@ def source():
 def connection(source):
     deadline = monotonic() + LIMIT
     endpoint = parse_address(source.address).endpoint
-    return open_channel(endpoint, ME, deadline, is_remote=True), deadline
+    return open_channel(endpoint, ME, deadline), deadline
 
 
 def joined(source):
@@ -127,10 +127,8 @@ def leased(source, transport="read"):
     """Return a reader that has a lease of version 1, its plan, and a deadline."""
     sink = reader(model(), source.address, transport, name="spy")
     session, deadline = sink._link.session, monotonic() + LIMIT
-    asked = session.front.ask_lease(
-        source.shelf.newest, [session.plan.kind], 0, deadline, can_map=False
-    )
-    session.front.lease(asked, deadline)
+    session.front.ask_lease(source.shelf.newest, [session.plan.kind], 0, deadline, can_map=False)
+    session.front.lease(deadline)
     return sink, session.front.channel, session.plan, deadline
 
 

@@ -41,29 +41,29 @@ MUTANTS = [
     Mutant(
         "digests are not compared where rows were written",
         "live/incoming.py",
-        '                self._check(rank, found, digests, "where they were written")\n',
-        "                pass\n",
+        "                each.source.check(found, each.digests, where)\n        if failure",
+        "                pass\n        if failure",
         "tests/live/test_faults.py tests/live/test_one_trainer.py",
     ),
     Mutant(
         "digests are not compared in staging, before the pause",
-        "live/incoming.py",
-        '            self._check(rank, found, digests, "as they arrived")\n',
-        "            pass\n",
+        "live/fetch.py",
+        '                source.check(found, digests, "as they arrived")\n',
+        "                pass\n",
         "tests/live/test_chains.py tests/live/test_one_trainer.py",
     ),
     Mutant(
         "a copy begins though the lease has ended",
         "live/incoming.py",
-        "            each.source.check_lease()\n",
+        "            reader.check_lease()\n",
         "",
         "tests/live/test_faults.py tests/live/test_stopped_reader.py",
     ),
     Mutant(
         "without digests a version is committed without the word of its holder",
         "live/incoming.py",
-        "            if not each.digests and each.source is not None:\n",
-        "            if False:\n",
+        "            if not each.digests and each.lease is not None\n",
+        "            if False\n",
         "tests/live/test_faults.py tests/live/test_one_trainer.py",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "a loader gets a tensor whose digest is wrong",
         "live/loader.py",
-        "            check_digests(found[known], rows.digest[known], tensor[known], self._names, path)\n",
+        "            check_digests(found, words_of(digests), some.sink, self._names, path)\n",
         "            pass\n",
         "tests/live/test_loaders.py",
     ),
@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "an engine that drains requests for longer than a lease never gets a version",
         "live/incoming.py",
-        "            if now + seconds > until:  # the pause took long\n",
-        "            if not until:\n",
+        "            if now + seconds > reader.until:  # the pause took long\n",
+        "            if not reader.until:\n",
         "tests/live/test_keep.py",
     ),
     Mutant(
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "the digests of where a loader puts a version are lost with the trainer",
         "live/incoming.py",
-        "        if self.is_verified:\n            self._keep_digests(deadline)\n",
-        "",
+        "            self._keep_digests(known, deadline)\n",
+        "            pass\n",
         "tests/live/test_check_live.py",
     ),
     Mutant(

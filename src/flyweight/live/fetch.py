@@ -7,20 +7,29 @@ that fails, the rest comes over sockets, unless the user asked for RDMA.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from logging import getLogger
 from time import monotonic
 
-from flyweight.errors import FlyweightError, PeerLost, TransferTimeout, TransportError
+import numpy as np
+
+from flyweight.errors import (
+    DigestMismatch,
+    FlyweightError,
+    PeerLost,
+    TransferTimeout,
+    TransportError,
+)
 from flyweight.live.messages import Data, Later, Pull, Read
-from flyweight.live.plan import Plan
-from flyweight.live.reader import Identity, Reader
+from flyweight.live.reader import Reader
+from flyweight.live.rows import words_of
+from flyweight.live.session import Session
+from flyweight.live.source_rank import Arrived, SourceRank
 from flyweight.live.staging import Range, Staging
 from flyweight.transports.address import Endpoint
-from flyweight.transports.nixl import NUM_SLOTS, NixlPuller
+from flyweight.transports.nixl import NUM_SLOTS
 from flyweight.worker_threads import run_on_threads
 
 _log = getLogger("flyweight.live")
@@ -33,63 +42,44 @@ STALL_SECONDS = 3.0
 """A holder that makes no progress for this long is left."""
 
 
-class Connections:
-    """Connections for bytes, kept from one update to the next while their session lasts."""
-
-    def __init__(self, me: Identity, session: str, plan: Plan) -> None:
-        self._me, self._session, self._plan = me, session, plan
-        self._idle: dict[Endpoint, list[Reader]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, endpoint: Endpoint, deadline: float) -> Reader:
-        """Return a connection of the caller's own, until it is given back or closed."""
-        with self._lock:
-            kept = self._idle.get(endpoint, [])
-            found = kept.pop() if kept else None
-        if found is not None:
-            if not found.channel.is_broken:
-                return found
-            found.close()
-        made = Reader.connect(endpoint, self._me, deadline, session=self._session)
-        try:
-            made.want(self._plan, deadline)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def give(self, reader: Reader) -> None:
-        with self._lock:
-            self._idle.setdefault(reader.endpoint, []).append(reader)
-
-    def close(self) -> None:
-        with self._lock:
-            kept, self._idle = self._idle, {}
-        for each in kept.values():
-            for reader in each:
-                reader.close()
-
-
 class Fetch:
     """Fetches the streams of one version; safe to use from one thread for each rank."""
 
     def __init__(
-        self,
-        staging: Staging,
-        connections: Connections,
-        deadline: float,
-        puller: NixlPuller | None = None,
-        *,
-        must_pull: bool = False,
+        self, session: Session, staging: Staging, holders: Sequence[Endpoint], deadline: float
     ) -> None:
-        """puller: brings bytes by RDMA, from holders that let it. must_pull: take no other way."""
-        self._staging, self._connections, self._deadline = staging, connections, deadline
-        self._puller, self._must_pull = puller, must_pull
-        self._can_pull = puller is not None
+        """holders: other readers that have the version, best first; the trainer comes last."""
+        self._session, self._staging, self._deadline = session, staging, deadline
+        self._holders = holders
+        self._must_pull, self._puller = session.ways.transport == "rdma", session.puller
+        self._can_pull = session.puller is not None
         """False once NIXL has failed."""
 
-    def run(self, rank: int, holders: Sequence[Endpoint]) -> None:
-        """Fetch the stream of a rank; raise PeerLost, with all reasons, if no holder gives it."""
+    def run(self, source: SourceRank) -> Arrived:
+        """Have the trainer write a stream that it has leased here, or fetch it; then verify it."""
+        staging, rank, deadline = self._staging, source.rank, self._deadline
+        if source.leased is not None:
+            source.fill(staging, source.leased, deadline)
+        else:
+            self._fetch(rank, [*self._holders, source.endpoint])
+        digests, overflows = staging.digests(source.plan, rank, deadline)
+        memory = staging.memory[rank]
+        if digests:
+            found, _ = memory.digests.run(deadline)
+            try:
+                source.check(found, digests, "as they arrived")
+            except DigestMismatch:
+                wrong = np.flatnonzero(found != words_of(digests)).tolist()
+                if not staging.spoiled(rank, wrong) & set(self._holders):
+                    raise  # the trainer's own memory has changed
+                self._fetch(rank, [source.endpoint])
+                found, _ = memory.digests.run(deadline)
+                source.check(found, digests, "as they arrived from the trainer itself")
+        ways = staging.ways(rank)
+        return Arrived(source, memory.rows, digests, overflows, ways, is_staged=True)
+
+    def _fetch(self, rank: int, holders: Sequence[Endpoint]) -> None:
+        """Fetch what is missing; raise PeerLost, with all reasons, if no holder gives it."""
         reasons = []
         for number, endpoint in enumerate(holders, 1):
             try:
@@ -115,36 +105,30 @@ class Fetch:
         missing = self._staging.missing(rank)
         total = sum(each.nbytes for each in missing)
         num_connections = NUM_CONNECTIONS if total > _SEVERAL_BYTES else 1
-        readers: deque[Reader] = deque()
-        try:
+        with self._session.lending() as lend:
+            readers = []
             for _ in range(num_connections):
                 soon = min(self._deadline, monotonic() + STALL_SECONDS)
-                readers.append(self._connections.take(endpoint, soon))
+                readers.append(lend(endpoint, soon))
                 # The last one is the trainer, which may have to compute the digests first.
                 is_verified = self._lease(readers[-1], rank, self._deadline if is_last else soon)
-            leased, waiting = list(readers), deque(readers)
+            waiting = deque(readers)
 
             def fetch(ranges: Iterator[Range]) -> None:
                 self._fetch_ranges(waiting.popleft(), ranges)
 
             run_on_threads(missing, fetch, num_connections, "flyweight-fetch")
-            for each in leased:  # without digests, only the holder's word is the proof
+            for each in readers:  # without digests, only the holder's word is the proof
                 each.release(self._deadline, is_proof=not is_verified)
-        except BaseException:
-            for each in readers:
-                each.close()
-            raise
-        for each in readers:
-            self._connections.give(each)
 
     def _lease(self, reader: Reader, rank: int, deadline: float) -> bool:
         """Lease the version; return True if its digests came with the lease."""
-        staging, plan = self._staging, self._staging.memory.plan
+        staging, plan = self._staging, self._staging.plan
         can_pull = self._pulls_from(reader)
         if can_pull and self._puller is not None:
             self._puller.begin()  # while the holder starts its own
-        asked = reader.ask_lease(staging.id, [plan.kind], rank, deadline, can_pull=can_pull)
-        leased = reader.lease(asked, deadline).leased
+        reader.ask_lease(staging.id, [plan.kind], rank, deadline, can_pull=can_pull)
+        leased = reader.lease(deadline)
         staging.set_digests(rank, leased.digests[0], leased.overflows[0])
         return bool(leased.digests[0])
 
@@ -161,7 +145,7 @@ class Fetch:
 
     def _fetch_ranges(self, reader: Reader, ranges: Iterator[Range]) -> None:
         staging, coming, progress = self._staging, deque[tuple[int, Range, bool]](), -1
-        channel, kind, slots = reader.channel, staging.memory.plan.kind, count()
+        channel, kind, slots = reader.channel, staging.plan.kind, count()
 
         def ask(each: Range) -> None:
             slot = next(slots) % NUM_SLOTS if self._pulls_from(reader) else None
@@ -209,7 +193,7 @@ class Fetch:
             self._puller.pull(
                 found.keys,
                 found.pieces,
-                self._staging.memory.segments[each.rank],
+                self._staging.memory[each.rank].segment,
                 each.start,
                 each.stop,
                 stall_seconds=STALL_SECONDS,

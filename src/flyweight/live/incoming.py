@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 
-import numpy as np
-
-from flyweight.digest import Words
 from flyweight.errors import (
-    DigestMismatch,
     FlyweightError,
     PlanError,
     TransferTimeout,
@@ -24,37 +19,20 @@ from flyweight.errors import (
 )
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
-from flyweight.live.messages import Available, Confirmed, Done, Leased, Staged
+from flyweight.live.messages import Available, Confirmed, Done, Staged
 from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
-from flyweight.live.reader import HeldLease, Reader
-from flyweight.live.ring import RingCopies
-from flyweight.live.rows import check_digests, words_of
 from flyweight.live.session import Session
+from flyweight.live.source_rank import Arrived, SourceRank
 from flyweight.live.staging import Staging
 from flyweight.live.target import LoaderTarget, ModelTarget
-from flyweight.memory_table import BufferTable
 from flyweight.transports.address import Endpoint
 from flyweight.worker_threads import run_on_threads
 
-_RELEASE_SECONDS = 2.0
 _DIGEST_SECONDS = 5.0
 _SLOW_BYTES = 2 << 30
 """A copy is expected to do so many bytes in a second, at least."""
 _LEAST_SECONDS = 0.01
-FOREVER = float("inf")
-
-
-@dataclass(frozen=True, eq=False)
-class Arrived:
-    """The rows of one source rank, in memory that keeps still until they are copied."""
-
-    rows: BufferTable
-    digests: bytes
-    source: Reader | None
-    """Where the memory is leased; None for staging of our own."""
-    until: float
-    """The memory keeps still until then."""
 
 
 class Incoming:
@@ -66,17 +44,10 @@ class Incoming:
     def __init__(self, session: Session, id: PublishId) -> None:
         self.session, self.id, self.about = session, id, About()
         self.arrived: dict[int, Arrived] = {}
-        self._digests: dict[str, dict[int, bytes]] = {}
-        """Those that came with leases, by kind and source rank."""
+        """What is here, by source rank."""
         self.staging: Staging | None = None
-        self.ways: set[str] = set()
-        self.overflows = 0
         self.verify_seconds = 0.0
-        self.is_verified = False
-        """True if digests came for everything."""
         self._loading: Loading | None = None
-        self._rings: dict[int, RingCopies] = {}
-        """For each rank whose rows come while the engine is paused."""
 
     @property
     def nbytes(self) -> int:
@@ -88,13 +59,22 @@ class Incoming:
         return self.session.target.unused
 
     @property
+    def is_verified(self) -> bool:
+        """True if digests came for everything."""
+        return all(each.digests for each in self.arrived.values())
+
+    @property
     def verified(self) -> str:
         """What is checked when it has been copied."""
         return self.session.target.verified if self.is_verified else "nothing"
 
-    def tell(self, message: Staged | Done) -> None:
-        """Let the trainer know, if it is still there."""
-        self.session.tell(message)
+    @property
+    def overflows(self) -> int:
+        return sum(each.overflows for each in self.arrived.values())
+
+    @property
+    def transport(self) -> str:
+        return "+".join(sorted({way for each in self.arrived.values() for way in each.ways}))
 
     @property
     def progress(self) -> float:
@@ -103,212 +83,114 @@ class Incoming:
             return self._loading.progress
         return 1.0 if self.staging is None else self.staging.progress
 
-    @property
-    def transport(self) -> str:
-        return "+".join(sorted(self.ways))
+    def tell(self, message: Staged | Done) -> None:
+        self.session.front.tell(message)
 
     def open(self, available: Available, deadline: float) -> bool:
         """Lease the version; fetch into staging, and verify there, what cannot be mapped.
 
         Returns False if the trainer has withdrawn the version, and nobody else has it.
         """
-        self.about, holders = About(available.parent, available.values), available.holders
-        ranks = list(self.session.plan.streams)
-        beside = [rank for rank in ranks if self.session.beside(rank) is not None]
-        leased = self._lease(beside, deadline)
-        if not holders and len(leased) + len(self.arrived) < len(beside):
+        session, holders, sources = self.session, available.holders, self.session.sources
+        self.about = About(available.parent, available.values)
+        asked = [each for each in sources.values() if each.reader is not None]
+        for each in asked:  # all at once
+            each.ask_lease(self.id, deadline)
+        for each in asked:
+            with suppress(VersionError):  # others may have what was withdrawn
+                each.lease(deadline)
+        if not holders and any(each.leased is None for each in asked):
             return False
-        wanted = self.session.ways.transport
-        staged = [rank for rank in ranks if rank not in self.arrived]
-        if staged and wanted == "mapped":
+        known: dict[str, dict[int, bytes]] = {each.kind: {} for each in session.plans}
+        for each in asked:
+            if each.leased is not None:
+                for kind, digests in zip(each.kinds, each.leased.digests, strict=True):
+                    known[kind][each.rank] = digests
+            if (found := each.arrived(deadline)) is not None:
+                self.arrived[each.rank] = found
+        staged = [each for rank, each in sources.items() if rank not in self.arrived]
+        if staged and session.ways.transport == "mapped":
             raise TransportError(
                 f"the memory of {len(staged)} ranks of the trainer cannot be mapped here, and "
                 f"transport='mapped' was asked for; share it, or use transport='auto'"
             )
         if staged:
-            self._stage(staged, leased, holders, deadline)
+            self._stage(staged, holders, deadline)
         else:
-            self.session.pass_over(self.id)
-        self.is_verified = all(each.digests for each in self.arrived.values())
-        if self.session.has_doubles and not self.is_verified:
+            session.pass_over(self.id)
+        if self.is_verified:
+            self._keep_digests(known, deadline)
+        elif session.has_doubles:
             raise PlanError(
                 "tensors that are one here are several at the trainer, and nothing is verified, so "
                 "they may differ; publish with verify=True, or tie them there too"
             )
-        if self.is_verified:
-            self._keep_digests(deadline)
         self._prepare_loading(deadline)
-        if all(each.source is None for each in self.arrived.values()):
+        if all(each.lease is None for each in self.arrived.values()):
             self.tell(Staged(self.id))
-        self.session.announce(self.id, self.about)
+        session.announce(self.id, self.about)
         return True
 
-    def _keep_digests(self, deadline: float) -> None:
-        """Keep all digests for `check_live`, which may come when the trainer has gone on."""
+    def _keep_digests(self, known: dict[str, dict[int, bytes]], deadline: float) -> None:
+        """Keep all digests for `check_live`, which may come when the trainer has gone on.
+
+        known: those that came with leases, by kind and source rank.
+        """
         session, soon = self.session, min(deadline, monotonic() + _DIGEST_SECONDS)
-        self._digests[session.plan.kind] = {
-            rank: each.digests for rank, each in self.arrived.items()
-        }
-        session.known = self.id, self._digests
+        known[session.plan.kind] = {rank: each.digests for rank, each in self.arrived.items()}
+        session.known = self.id, known
         for plan in session.plans[1:]:  # of ranks that gave no lease of it, as on other hosts
             with suppress(FlyweightError):  # then `check_live` asks for a lease
-                self._digests[plan.kind] = session.digests(plan, self.id, soon)
+                known[plan.kind] = session.digests(plan, self.id, soon)
 
     def _prepare_loading(self, deadline: float) -> None:
         """Make what an engine's loader will get; if that is all of it, the trainer may go on."""
         session, target = self.session, self.session.target
         if isinstance(target, LoaderTarget):
-            staged = 0 if self.staging is None else self.staging.memory.nbytes
-            self._loading = Loading(target, session.plan, self.arrived, session.me.name)
+            staged = 0 if self.staging is None else self.staging.nbytes
+            self._loading = Loading(
+                target, session.plan, list(self.arrived.values()), session.me.name
+            )
             if self._loading.prepare(session.ways.room(staged), deadline):
                 self.confirm(deadline)
                 self._end_leases()
 
-    def _lease(self, ranks: Sequence[int], deadline: float) -> dict[int, Leased]:
-        """Lease the version at all ranks on this host at once, and map what can be mapped.
-
-        Returns the leases of what must be filled, without ranks that have withdrawn the version.
-        """
-        session, plan = self.session, self.session.plan
-        asked = {}
-        for rank in ranks:
-            source, can_map = session.beside(rank), session.can_map(rank)
-            assert source is not None
-            kinds = [each.kind for each in session.plans if rank in each.streams]
-            asked[rank] = source, source.ask_lease(self.id, kinds, rank, deadline, can_map=can_map)
-        filled: dict[int, Leased] = {}
-        ringed: dict[int, tuple[Reader, HeldLease]] = {}
-        for rank in ranks:
-            source, request = asked.pop(rank)
-            try:
-                found = source.lease(request, deadline, session.blocks_of(rank))
-            except VersionError:
-                continue
-            except BaseException:
-                for other, _ in asked.values():  # a lease may be on its way
-                    other.close()
-                raise
-            for kind, known in zip(request.lease.kinds, found.leased.digests, strict=True):
-                self._digests.setdefault(kind, {})[rank] = known
-            if found.blocks is None and session.ring_device(rank):
-                ringed[rank] = source, found
-                continue
-            if found.blocks is None:
-                filled[rank] = found.leased
-                continue
-            self.overflows += found.leased.overflows[0]
-            rows, digests = source.rows_of(plan.streams[rank], found), found.leased.digests[0]
-            self.arrived[rank] = Arrived(rows, digests, source, found.until)
-            self.ways.add("mapped")
-        for rank, (source, found) in ringed.items():
-            self._take_ring(rank, source, found, deadline)
-        return filled
-
-    def _take_ring(self, rank: int, source: Reader, lease: HeldLease, deadline: float) -> None:
-        """Let the rows of a rank come through a ring on its device, once the engine is paused."""
-        memory = source.take_ring(self.session.ring_device(rank), deadline)
-        self._rings[rank] = self.session.ring_copies(rank, memory)
-        self.overflows += lease.leased.overflows[0]
-        rows = BufferTable.of([])
-        self.arrived[rank] = Arrived(rows, lease.leased.digests[0], source, lease.until)
-        self.ways.add("filled")
-
     def _stage(
-        self,
-        ranks: Sequence[int],
-        filled: dict[int, Leased],
-        holders: Sequence[Endpoint],
-        deadline: float,
+        self, sources: Sequence[SourceRank], holders: Sequence[Endpoint], deadline: float
     ) -> None:
-        session = self.session
+        session, ranks = self.session, [each.rank for each in sources]
         staging = self.staging = session.stage(self.id, ranks, deadline)
-        must_pull = session.ways.transport == "rdma"
-        fetch = Fetch(staging, session.connections, deadline, session.puller, must_pull=must_pull)
+        fetch = Fetch(session, staging, holders, deadline)
 
-        def run(todo: Iterator[int]) -> None:
-            for rank in todo:
-                if rank in filled:
-                    self._fill(staging, rank, filled[rank], deadline)
-                else:
-                    fetch.run(rank, [*holders, session.endpoint_of(rank)])
+        def run(todo: Iterator[SourceRank]) -> None:
+            for each in todo:
+                self.arrived[each.rank] = fetch.run(each)
 
         try:
-            run_on_threads(ranks, run, len(ranks), "flyweight-fetch")
-            for rank in ranks:
-                self._verify_staged(staging, rank, holders, fetch, deadline)
-                digests, overflows = staging.digests(session.plan, rank, deadline)
-                self.overflows += overflows
-                rows = staging.memory.rows[rank]
-                self.arrived[rank] = Arrived(rows, digests, None, FOREVER)
-                self.ways |= staging.ways(rank) or {"filled" if rank in filled else "read"}
+            run_on_threads(sources, run, len(sources), "flyweight-fetch")
         except BaseException as error:
-            failure = error if isinstance(error, FlyweightError) else TransportError(repr(error))
-            staging.fail(failure)
+            staging.end(error if isinstance(error, FlyweightError) else TransportError(repr(error)))
             raise
-        staging.complete()
-
-    def _fill(self, staging: Staging, rank: int, leased: Leased, deadline: float) -> None:
-        """Have the trainer's rank write its stream into staging, and end the lease.
-
-        If no answer comes, the connection is over, and with it the session and this memory: a late
-        trainer writes where nobody reads.
-        """
-        source, plan = self.session.beside(rank), self.session.plan
-        assert source is not None
-        source.fill(plan.kind, staging.memory.segments[rank], deadline)
-        staging.set_digests(rank, leased.digests[0], leased.overflows[0])
-        for each in staging.missing(rank):
-            staging.arrived(each, source.endpoint, "filled")
-        source.release(deadline, is_proof=not leased.digests[0])
-
-    def _verify_staged(
-        self,
-        staging: Staging,
-        rank: int,
-        holders: Sequence[Endpoint],
-        fetch: Fetch,
-        deadline: float,
-    ) -> None:
-        """Compare digests of what was staged; fetch rows that are wrong from the trainer again."""
-        digests, _ = staging.digests(self.session.plan, rank, deadline)
-        if not digests:
-            return
-        found, _ = staging.memory.digests[rank].run(deadline)
-        try:
-            self._check(rank, found, digests, "as they arrived")
-        except DigestMismatch:
-            wrong = np.flatnonzero(found != words_of(digests)).tolist()
-            if not staging.spoiled(rank, wrong) & set(holders):
-                raise  # the trainer's own memory has changed
-            fetch.run(rank, [self.session.endpoint_of(rank)])
-            found, _ = staging.memory.digests[rank].run(deadline)
-            self._check(rank, found, digests, "as they arrived from the trainer itself")
+        staging.end()
 
     def check_time(self, deadline: float) -> None:
         """Raise unless the copy can begin: in time, and with leases that last for all of it."""
         now, seconds = monotonic(), _LEAST_SECONDS + self.session.plan.nbytes / _SLOW_BYTES
         if now > deadline:
             raise TransferTimeout(f"everything was here {now - deadline:.2g} s too late to begin")
-        for rank, each in self.arrived.items():
-            if each.source is None:
+        for each in self.arrived.values():
+            if (reader := each.lease) is None:
                 continue
-            each.source.check_lease()
-            until = each.until
-            if now + seconds > until:  # the pause took long
-                until = self._renew_lease(each.source, rank, deadline)
-            if now + seconds > until:
+            reader.check_lease()
+            if now + seconds > reader.until:  # the pause took long
+                each.source.ask_lease(self.id, deadline)
+                each.source.lease(deadline)
+            if now + seconds > reader.until:
                 raise TransferTimeout(
-                    f"{each.source.channel.peer} keeps {self.id} for {until - now:.2g} s, and the "
-                    f"copy may take {seconds:.2g} s; pause sooner, or publish with a longer "
+                    f"{reader.channel.peer} keeps {self.id} for {reader.until - now:.2g} s, and "
+                    f"the copy may take {seconds:.2g} s; pause sooner, or publish with a longer "
                     f"timeout_seconds"
                 )
-
-    def _renew_lease(self, source: Reader, rank: int, deadline: float) -> float:
-        """Go on with a lease, if the version is still offered; return until when it runs now."""
-        session = self.session
-        kinds, can_map = [session.plan.kind], session.can_map(rank)
-        asked = source.ask_lease(self.id, kinds, rank, deadline, can_map=can_map)
-        return source.lease(asked, deadline, session.blocks_of(rank)).until
 
     def copy(self, deadline: float, check: Callable[[], None]) -> None:
         """Copy everything into the model, and verify it where it was written.
@@ -316,17 +198,14 @@ class Incoming:
         check: called while devices copy; if it raises, the copies are waited for first.
         """
         try:
-            self._copy(deadline, check)
+            if self._loading is not None:
+                self._loading.run(deadline)
+            else:
+                self._copy_to_model(deadline, check)
+            self.confirm(deadline, self._finish)
         except BaseException:
             self.session.throw_copies_away()
             raise
-
-    def _copy(self, deadline: float, check: Callable[[], None]) -> None:
-        if self._loading is not None:
-            self._loading.run(deadline)
-        else:
-            self._copy_to_model(deadline, check)
-        self.confirm(deadline, self._finish)
 
     def _finish(self) -> None:
         """Do what is left to do in this process once the bytes are there."""
@@ -336,37 +215,30 @@ class Incoming:
             target.touched()
 
     def _copy_to_model(self, deadline: float, check: Callable[[], None]) -> None:
-        copies = {
-            rank: self.session.copies(rank, each.rows, is_staged=each.source is None)
-            for rank, each in self.arrived.items()
-            if rank not in self._rings
-        }
-        started = {
-            rank: each.start(should_digest=bool(self.arrived[rank].digests))
-            for rank, each in copies.items()
-        }
+        started, where = [], "where they were written"
+        for each in self.arrived.values():
+            if each.ring is None:
+                copies = each.source.copies(each)
+                started.append((each, copies, copies.start(should_digest=bool(each.digests))))
         failure = None
         try:
             check()
         except FlyweightError as error:
             failure = error
-        for rank, finish in started.items():
+        for each, copies, finish in started:
             found = finish(deadline)
-            self.verify_seconds += copies[rank].digest_seconds
+            self.verify_seconds += copies.digest_seconds
             if found is not None:
-                digests = self.arrived[rank].digests
-                self._check(rank, found, digests, "where they were written")
+                each.source.check(found, each.digests, where)
         if failure is not None:
             raise failure
-        for rank, ring in self._rings.items():
-            self._copy_from_ring(rank, ring, deadline)
-
-    def _copy_from_ring(self, rank: int, ring: RingCopies, deadline: float) -> None:
-        arrived, kind = self.arrived[rank], self.session.plan.kind
-        assert arrived.source is not None
-        found = ring.run(arrived.source, kind, deadline, should_digest=bool(arrived.digests))
-        if found is not None:
-            self._check(rank, found, arrived.digests, "where they were written")
+        for each in self.arrived.values():
+            if each.ring is not None:
+                assert each.lease is not None
+                kind, has_digests = each.source.plan.kind, bool(each.digests)
+                found = each.ring.run(each.lease, kind, deadline, should_digest=has_digests)
+                if found is not None:
+                    each.source.check(found, each.digests, where)
 
     def confirm(self, deadline: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Raise unless leases without digests ran until now: that is the proof.
@@ -374,29 +246,20 @@ class Incoming:
         meanwhile: what to do while the holders answer.
         """
         unproved = {
-            each.source: each.source.ask_release(deadline)
+            each.lease: each.lease.ask_release(deadline)
             for each in self.arrived.values()
-            if not each.digests and each.source is not None
+            if not each.digests and each.lease is not None
         }
         meanwhile()
-        for source, number in unproved.items():
-            source.channel.answer(number, Confirmed, deadline).close()
-
-    def _check(self, rank: int, found: Words, digests: bytes, where: str) -> None:
-        session = self.session
-        path = f"from rank {rank} of the trainer to replica {session.me.name!r}, {where}"
-        tensor = session.plan.streams[rank].tensor
-        check_digests(found, words_of(digests), tensor, session.catalog.names, path)
+        for reader, number in unproved.items():
+            reader.channel.answer(number, Confirmed, deadline).close()
 
     def close(self) -> None:
         """End the leases of the trainer's memory. Staging is served until the next update."""
         self._end_leases()
-        self._loading = None
+        self.arrived, self._loading = {}, None
 
     def _end_leases(self) -> None:
-        for rank in self.session.plan.streams:
-            source = self.session.beside(rank)
-            if source is not None and source.has_lease:
-                with suppress(FlyweightError):
-                    source.release(monotonic() + _RELEASE_SECONDS, is_proof=False)
-        self.arrived = {}
+        for each in self.session.sources.values():
+            if each.reader is not None:
+                each.reader.end_lease()

@@ -9,78 +9,33 @@ of many small ones takes longer than its copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flyweight.digest import Words
 from flyweight.errors import FlyweightError, TransportError, listed
-from flyweight.live.plan import Plan, Stream
+from flyweight.live.plan import Plan
 from flyweight.live.rows import RowCopies, check_digests, words_of
+from flyweight.live.source_rank import Arrived
 from flyweight.live.target import LoaderTarget
-from flyweight.memory import Buffer
-from flyweight.memory_table import BufferTable, Integers, runs_of
+from flyweight.memory_table import BufferTable, runs_of
 from flyweight.plans.copy_table import item_bytes
-
-if TYPE_CHECKING:
-    from flyweight.live.incoming import Arrived
 
 _BATCH_BYTES = 64 << 20
 _BATCH_TENSORS = 1000
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The rows of all source ranks, in the order of the loader's tensors."""
-
-    stream: Stream
-    """`cast` is that of what is still to be cast."""
-    memory: BufferTable
-    """Where they have arrived."""
-    digest: Words
-    has_digest: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, plan: Plan, arrived: Mapping[int, Arrived]) -> _Rows:
-        streams, digests = [], []
-        for rank, each in arrived.items():
-            stream = plan.streams[rank]
-            digests.append(words_of(each.digests or bytes(8 * len(stream.sink))))
-            if each.source is None:  # in staging, which holds what was cast
-                stream = replace(stream, cast=np.full_like(stream.cast, -1))
-            streams.append(stream)
-        rows = cls(
-            Stream.joined(streams),
-            BufferTable.joined([each.rows for each in arrived.values()]),
-            np.concatenate(digests),
-            np.repeat([bool(each.digests) for each in arrived.values()], list(map(len, digests))),
-        )
-        return rows.take(np.argsort(rows.stream.sink, kind="stable"))
-
-    def take(self, rows: Integers) -> _Rows:
-        memory, digest = self.memory.take(rows), self.digest[rows]
-        return _Rows(self.stream.take(rows), memory, digest, self.has_digest[rows])
-
-    def of_tensors(self, first: int, end: int) -> _Rows:
-        """Return the rows of the tensors from `first` to `end`, without `end`."""
-        return self.take(np.arange(*np.searchsorted(self.stream.sink, (first, end))))
 
 
 class Loading:
     """One version on its way through a loader, from memory that keeps still until the end."""
 
     def __init__(
-        self, target: LoaderTarget, plan: Plan, arrived: Mapping[int, Arrived], replica: str
+        self, target: LoaderTarget, plan: Plan, arrived: Sequence[Arrived], replica: str
     ) -> None:
         self._loader, self._plan, self._replica = target.loader, plan, replica
         self._names, self._specs = list(target.specs), list(target.specs.values())
-        self._rows = _Rows.of(plan, arrived) if arrived else None  # all tensors may be empty
-        self._unproved = [
-            each.source for each in arrived.values() if each.source is not None and not each.digests
-        ]
+        self._arrived = arrived
         self._nbytes = plan.wanted.boxes.num_items * item_bytes(self._specs)
         batch = np.cumsum(self._nbytes) // _BATCH_BYTES
         self._batches = deque(runs_of(batch, np.arange(len(batch)) // _BATCH_TENSORS))
@@ -147,26 +102,37 @@ class Loading:
         """Make the tensors of the next batch, new ones: the loader may keep them."""
         first, end = self._batches.popleft()
         fresh = [self._loader.fresh(spec) for spec in self._specs[first:end]]
-        if self._rows is not None:
-            rows = self._rows.of_tensors(first, end)
-            self._fill(rows, first, [buffer for _, buffer in fresh], deadline)
-        for each in self._unproved:
-            each.check_lease()
+        whole = self._plan.wanted.boxes.shape[first:end]
+        table = BufferTable.of([buffer for _, buffer in fresh], whole)
+        for each in self._arrived:
+            self._fill(each, (first, end), table, deadline)
+            if not each.digests and each.lease is not None:
+                each.lease.check_lease()
         names = self._names[first:end]
         self._filled.extend((name, tensor) for name, (tensor, _) in zip(names, fresh, strict=True))
 
-    def _fill(self, rows: _Rows, first: int, buffers: Sequence[Buffer], deadline: float) -> None:
-        stream = replace(rows.stream, sink=rows.stream.sink - first)
-        whole = self._plan.wanted.boxes.shape[first : first + len(buffers)]
-        sink = stream.in_sink(BufferTable.of(buffers, whole))
-        copies = RowCopies(sink, rows.memory, self._plan.digest, stream.cast)
+    def _fill(
+        self, arrived: Arrived, tensors: tuple[int, int], table: BufferTable, deadline: float
+    ) -> None:
+        """Copy the rows of a source rank; raise DigestMismatch if one is wrong.
+
+        tensors: the first one, and the end; `table` says where they are.
+        """
+        stream = arrived.source.stream
+        low, high = np.searchsorted(stream.sink, tensors).tolist()
+        if low == high:
+            return
+        rows, digests = np.arange(low, high), arrived.digests[8 * low : 8 * high]
+        some = stream.take(rows)
+        sink = replace(some, sink=some.sink - tensors[0]).in_sink(table)
+        cast = None if arrived.cast is None else some.cast
+        copies = RowCopies(sink, arrived.rows.take(rows), self._plan.digest, cast)
         try:
-            found = copies.start(should_digest=bool(rows.has_digest.any()))(deadline)
+            found = copies.start(should_digest=bool(digests))(deadline)
         finally:
             copies.close()
         if found is not None:
-            known, tensor = rows.has_digest, rows.stream.sink
             path = (
                 f"on their way to the loader of replica {self._replica!r}, which did not get them"
             )
-            check_digests(found[known], rows.digest[known], tensor[known], self._names, path)
+            check_digests(found, words_of(digests), some.sink, self._names, path)

@@ -10,7 +10,7 @@ way, and the engine's parameters.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
@@ -104,12 +104,6 @@ class Stream:
 
     def take(self, rows: Integers) -> Stream:
         return Stream(*(column[rows] for column in self.columns))
-
-    @classmethod
-    def joined(cls, streams: Sequence[Stream]) -> Stream:
-        """Return the rows of all streams."""
-        columns = zip(*(each.columns for each in streams), strict=True)
-        return cls(*(np.concatenate(column) for column in columns))
 
     def range(self, start: int, stop: int) -> tuple[Integers, Integers, Integers]:
         """Return the rows of a range of the stream, and the bytes of each from which to which."""

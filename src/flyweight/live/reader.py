@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypeVar
 
 from flyweight.errors import (
+    FlyweightError,
     HandleGone,
     PeerLost,
     PeerRefused,
@@ -18,10 +19,9 @@ from flyweight.errors import (
     TransportError,
 )
 from flyweight.live import messages
-from flyweight.live.plan import Plan, Stream
+from flyweight.live.plan import Plan
 from flyweight.live.publish_id import PublishId
-from flyweight.memory import Buffer
-from flyweight.memory_table import BufferTable, Integers
+from flyweight.memory_table import BufferTable
 from flyweight.transports.address import (
     Address,
     Endpoint,
@@ -31,8 +31,6 @@ from flyweight.transports.address import (
     this_host,
 )
 from flyweight.transports.channel import Channel, Message, introduce
-from flyweight.transports.device_segments import open_segments
-from flyweight.transports.segments import Segment, mapped_rows
 from flyweight.transports.tls import Tls, TlsWire
 from flyweight.transports.wire import Wire
 
@@ -81,32 +79,12 @@ def with_newest_token(
         return again, connect(again)
 
 
-@dataclass(frozen=True, eq=False)
-class HeldLease:
-    """A lease, as its reader sees it."""
-
-    leased: messages.Leased
-    until: float
-    """The holder keeps the memory still until then, at least."""
-    blocks: BufferTable | None
-    """Where the holder's blocks lie in memory that is mapped here; None if it cannot be mapped."""
-
-
-@dataclass(frozen=True)
-class AskedLease:
-    number: int
-    lease: messages.Lease
-    at: float
-
-
-def open_channel(
-    endpoint: Endpoint, me: Identity, deadline: float, *, is_remote: bool = False
-) -> Channel:
+def open_channel(endpoint: Endpoint, me: Identity, deadline: float) -> Channel:
     """Return a connection to a holder that has proved the token, and to which it was proved.
 
     It goes by the holder's Unix socket if that can be reached, since memory can be mapped then.
     """
-    if endpoint.is_here and not is_remote:
+    if endpoint.is_here and not me.is_remote:
         soon = min(deadline, monotonic() + _LOCAL_SECONDS) if endpoint.remote else deadline
         try:
             channel = Channel(
@@ -143,26 +121,35 @@ class Reader:
         self.channel, self.welcome, self.endpoint = channel, welcome, endpoint
         self.newest: PublishId | None = welcome.newest
         """The newest version that the holder has announced."""
-        self._mapped: dict[str, BufferTable] = {}
-        """The holder's blocks, by layout."""
-        self._rows: dict[str, BufferTable] = {}
-        self._filled: dict[str, Segment] = {}
-        """The memory that the holder has filled last, by the kind that it is for."""
-        self.has_lease = False
+        self.mapped: dict[str, BufferTable] = {}
+        """The rows that lie in memory of the holder, by its layout: the last one alone."""
+        self.leased: messages.Leased | None = None
+        """The lease, until its end."""
+        self.until = 0.0
+        """The holder keeps what is leased still until then, at least."""
+        self._asked: tuple[int, messages.Lease, float] | None = None
+        """A lease that was asked for: the number of the request, and when that was."""
         channel.on_push = self._take_push
 
     @classmethod
     def connect(
-        cls, endpoint: Endpoint, me: Identity, deadline: float, *, session: str = ""
+        cls,
+        endpoint: Endpoint,
+        me: Identity,
+        deadline: float,
+        *,
+        session: str = "",
+        plans: Sequence[Plan] = (),
     ) -> Reader:
         """Connect to a holder and join it.
 
         session: the session that the holder must serve; "" if that is not known yet.
+        plans: what this reader takes, unless that is said later.
         """
         join = messages.Join(
             me.name, os.getpid(), me.rank, me.num_ranks, this_host(), me.serves_at, session
         )
-        channel = open_channel(endpoint, me, deadline, is_remote=me.is_remote)
+        channel = open_channel(endpoint, me, deadline)
         try:
             welcome = channel.call(join, messages.Welcome, deadline)
             here = welcome.here
@@ -176,10 +163,13 @@ class Reader:
                 raise TransportError(
                     f"{channel.peer} serves session {welcome.session}, not {session}"
                 )
+            made = cls(channel, welcome, endpoint)
+            for each in plans:
+                made.want(each, deadline)
         except BaseException:
             channel.close()
             raise
-        return cls(channel, welcome, endpoint)
+        return made
 
     def _take_push(self, message: Message) -> None:
         if isinstance(message, messages.Announced):
@@ -241,49 +231,42 @@ class Reader:
         *,
         can_map: bool = False,
         can_pull: bool = False,
-    ) -> AskedLease:
+    ) -> None:
         """Ask for a lease; several holders can be asked before the first one answers."""
-        layouts, seconds = tuple(self._mapped), seconds_for_holder(deadline)
+        layouts, seconds = tuple(self.mapped), seconds_for_holder(deadline)
         lease = messages.Lease(id, tuple(kinds), rank, can_map, layouts, seconds, can_pull)
         now = monotonic()
-        return AskedLease(self.channel.ask(lease, deadline), lease, now)
+        self._asked = self.channel.ask(lease, deadline), lease, now
 
     def lease(
         self,
-        asked: AskedLease,
         deadline: float,
-        blocks: tuple[Integers, Integers] | None = None,
-    ) -> HeldLease:
-        """Take the lease that was asked for; map its memory.
+        rows_in: Callable[[messages.Layout, Sequence[int]], BufferTable] | None = None,
+    ) -> messages.Leased:
+        """Take the lease that was asked for; `mapped` has its rows if it has a layout.
 
-        blocks: the shapes and item bytes of the holder's blocks, if its memory may be mapped.
+        rows_in: maps memory of the holder with its open files, and returns where the rows lie.
         """
-        frame, lease = self.channel.answer(asked.number, messages.Leased, deadline), asked.lease
+        assert self._asked is not None
+        (number, lease, asked), self._asked = self._asked, None
+        frame = self.channel.answer(number, messages.Leased, deadline)
         leased = frame.message
         assert isinstance(leased, messages.Leased)
         try:
             is_right = (leased.id, leased.rank) == (lease.id, lease.rank)
             if not is_right or not len(leased.digests) == len(leased.overflows) == len(lease.kinds):
                 raise TransportError(f"{self.channel.peer} leased {leased.id}, not {lease.id}")
-            if leased.mapped is not None and blocks is not None:
-                last = _mapped(leased.mapped, frame.files, *blocks)
-                self._mapped, self._rows = {leased.layout: last}, {}  # others are not used again
-            found = self._mapped[leased.layout] if leased.layout else None
+            if leased.mapped is not None and rows_in is not None:
+                self.mapped = {leased.layout: rows_in(leased.mapped, frame.files)}
+            if leased.layout and leased.layout not in self.mapped:
+                raise TransportError(f"{self.channel.peer} did not send the memory that it leased")
         except BaseException:  # the end of the connection is the end of the lease
             self.close()
             raise
         finally:
             frame.close()
-        self.has_lease = True
-        return HeldLease(leased, asked.at + leased.seconds, found)
-
-    def rows_of(self, stream: Stream, lease: HeldLease) -> BufferTable:
-        """Return where the rows of a stream lie in leased memory; the same table for the same."""
-        assert lease.blocks is not None
-        layout = lease.leased.layout
-        if layout not in self._rows:
-            self._rows[layout] = stream.in_source(lease.blocks)
-        return self._rows[layout]
+        self.leased, self.until = leased, asked + leased.seconds
+        return leased
 
     def check_lease(self) -> None:
         """Raise HandleGone if the holder has ended the lease, and PeerLost if it died."""
@@ -295,55 +278,38 @@ class Reader:
                     f"{self.channel.peer} ended the lease: {error}; update again"
                 ) from error
 
-    def fill(self, kind: str, segment: Segment, deadline: float) -> None:
-        """Have the holder write the leased stream of a kind into memory of this process."""
-        files = () if self._filled.pop(kind, None) is segment else segment.files
-        fill = messages.Fill(kind, segment.nbytes, seconds_for_holder(deadline))
-        self.channel.call(fill, messages.Confirmed, deadline, files)
-        self._filled[kind] = segment
-
-    def take_ring(self, device: str, deadline: float) -> Buffer:
-        """Take the holder's ring on a device until the lease ends, and map it."""
-        number = self.channel.ask(messages.TakeRing(device, seconds_for_holder(deadline)), deadline)
-        frame = self.channel.answer(number, messages.Ringed, deadline)
-        try:
-            assert isinstance(frame.message, messages.Ringed)
-            (found,) = open_segments([frame.message.segment], frame.files)
-            assert isinstance(found, Buffer)
-            return found
-        finally:
-            frame.close()
-
     def release(self, deadline: float, *, is_proof: bool) -> None:
         """End the lease; with `is_proof`, raise HandleGone unless it ran until now."""
         if is_proof:
             self.channel.answer(self.ask_release(deadline), messages.Confirmed, deadline).close()
         else:
-            self.has_lease = False
+            self.leased = None
             self.channel.send(messages.Release(0.0), deadline)  # no request, so no answer comes
 
     def ask_release(self, deadline: float) -> int:
         """End the lease, and ask whether it ran until now; return the number of the request."""
-        self.has_lease = False
+        self.leased = None
         return self.channel.ask(messages.Release(seconds_for_holder(deadline)), deadline)
 
+    def end_lease(self) -> None:
+        """End a lease that still runs; if it was asked for and did not come, the connection too."""
+        if self._asked is not None:
+            self.close()
+        elif self.leased is not None:
+            with suppress(FlyweightError):
+                self.release(monotonic() + _GRACE_SECONDS, is_proof=False)
+
     def tell(self, message: messages.Staged | messages.Done) -> None:
-        self.channel.send(message, monotonic() + _GRACE_SECONDS)
+        """Let the holder know, if it is still there."""
+        with suppress(TransportError):  # the version is here all the same
+            self.channel.send(message, monotonic() + _GRACE_SECONDS)
 
     def close(self) -> None:
         self.channel.close()
-        self._mapped, self._rows, self._filled = {}, {}, {}  # not only once it is collected
+        self.mapped = {}  # not only once it is collected
 
 
 def seconds_for_holder(deadline: float) -> float:
     """Return how long a holder may take, so that its answer is here before the deadline."""
     left = max(deadline - monotonic(), 0.0)
     return left - min(left / 5, 1.0)
-
-
-def _mapped(
-    layout: messages.Layout, files: Sequence[int], shape: Integers, item_bytes: Integers
-) -> BufferTable:
-    """Map the segments of a holder, and return where its blocks lie in them."""
-    mapped = open_segments(layout.segments, files)
-    return mapped_rows(layout.places, mapped, shape, item_bytes)
