@@ -26,10 +26,11 @@ from flyweight.errors import (
 from flyweight.events import announce
 from flyweight.live import messages
 from flyweight.live.buckets import NUM_SLOTS
-from flyweight.live.offer import Copies, Offer, Served
+from flyweight.live.offer import Offer, Served
 from flyweight.live.plan import Plan, Plans, Wanted
 from flyweight.live.publish_id import PublishId
 from flyweight.live.ring import Ring
+from flyweight.live.rows import RowCopies
 from flyweight.live.shelf import Shelf
 from flyweight.memory import Bytes
 from flyweight.transports.address import (
@@ -187,7 +188,7 @@ class Conversation:
         """Memory of the reader that was filled last, by the kind that it is for."""
         self._window: Window | None = None
         """What this reader can pull."""
-        self._prepared: dict[tuple[str, int], tuple[tuple[object, object], Copies]] = {}
+        self._prepared: dict[tuple[str, int], tuple[tuple[object, object], RowCopies]] = {}
         self._ring: Ring | None = None
         """The ring that is this reader's while its lease lasts."""
         self._shown: messages.News | None = None
@@ -297,9 +298,9 @@ class Conversation:
             case messages.Release():
                 return self._release(message, is_proof=frame.number > 0)
             case messages.Look():
-                return messages.Posted(self._shelf.look(message.key))
+                return messages.Posted(self._shelf.get(message.key, FOREVER))
             case messages.Post():
-                self._shelf.post(message.key, message.text)
+                self._shelf.set(message.key, message.text, FOREVER)
             case messages.Watch():
                 self._shown = self._shelf.watch(self._reader)
                 return self._shown
@@ -494,8 +495,8 @@ class Conversation:
         return messages.Filled()
 
     def _copies(
-        self, key: tuple[str, int], memories: tuple[object, object], make: Callable[[], Copies]
-    ) -> Copies:
+        self, key: tuple[str, int], memories: tuple[object, object], make: Callable[[], RowCopies]
+    ) -> RowCopies:
         """Return copies from one memory to another, prepared once for the same two."""
         known, copies = self._prepared.get(key, ((None, None), None))
         if copies is None or any(old is not new for old, new in zip(known, memories, strict=True)):

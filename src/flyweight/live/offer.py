@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,15 +39,6 @@ class About:
 
     parent: int | None = None
     values: Mapping[str, Leaf] = field(default_factory=dict)
-
-
-class Copies(Protocol):
-    """What copies a whole stream, again for every version in the same memory."""
-
-    def start(self, *, should_digest: bool) -> Callable[[float], object]:
-        """Return what copies everything until a deadline."""
-
-    def close(self) -> None: ...
 
 
 class Served(ABC):
@@ -84,7 +75,7 @@ class Served(ABC):
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
         """Return the bytes of a range of a stream, where they lie if that is possible."""
 
-    def copies(self, plan: Plan, rank: int, sink: Bytes) -> Copies:
+    def copies(self, plan: Plan, rank: int, sink: Bytes) -> RowCopies:
         """Return what copies a whole stream into memory that a reader shares."""
         raise PlanError("staging is read or mapped; only a trainer fills memory of others")
 
@@ -135,20 +126,21 @@ def packed_memory(
 class CopyMemory(OfferMemory):
     """A copy of a rank's blocks in shared memory, compared with the model when it is made."""
 
-    def __init__(self, rank: int, model: BufferTable) -> None:
+    def __init__(self, rank: int, model: BufferTable, names: Sequence[str]) -> None:
+        """names: of which tensor each block is."""
         table, placed = packed_memory(model.shape, model.item_bytes, model.devices)
         super().__init__(rank, table, placed)
         kind: DigestKind = "words" if model.devices else "xxh3"
         self._copies = RowCopies(table, model, kind)
-        self._model = RowDigests(model, kind)
+        self._model, self._names = RowDigests(model, kind), names
 
-    def refresh(self, deadline: float, names: Sequence[str], *, should_verify: bool) -> None:
+    def refresh(self, deadline: float, *, should_verify: bool) -> None:
         """Copy the model again; raise DigestMismatch if it changed meanwhile."""
         before = self._model.run(deadline)[0] if should_verify else None
         after = self._copies.start(should_digest=should_verify)(deadline)
         if before is None or after is None:
             return
-        changed = sorted({names[row] for row in np.flatnonzero(before != after).tolist()})
+        changed = sorted({self._names[row] for row in np.flatnonzero(before != after).tolist()})
         if changed:
             raise DigestMismatch(
                 f"{len(changed)} tensors changed while they were copied: {listed(changed)}; a "

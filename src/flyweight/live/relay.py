@@ -24,6 +24,7 @@ from flyweight.errors import (
 )
 from flyweight.events import announce
 from flyweight.live.catalog import Catalog, Devices
+from flyweight.live.front_store import holder_at
 from flyweight.live.holder import Holder, Holding
 from flyweight.live.incoming import Incoming
 from flyweight.live.link import Link
@@ -115,13 +116,10 @@ class Relay:
             while not self._stopped.is_set():
                 with self._patience():
                     self._link.connect(WholeTensors(), monotonic() + TIMEOUT_SECONDS)
-                session = self._link.session
-                if session is None:
-                    continue
-                if session is not self._served:
-                    self._serve(session, claim)
-                with self._patience():
-                    self._take_next(session)
+                    if self._served is not None and self._served is self._link.session:
+                        self._take_next(self._served)
+                if (session := self._link.session) is not None and session is not self._served:
+                    self._serve(session, session.me.token if claim is None else claim.token)
         finally:
             why = f"{self._link.me.name!r} was stopped"
             if self.holder is not None:
@@ -145,25 +143,17 @@ class Relay:
             if not isinstance(error, TransferTimeout):
                 self._stopped.wait(_RETRY_SECONDS)
 
-    def _serve(self, session: Session, claim: Claim | None) -> None:
+    def _serve(self, session: Session, token: str) -> None:
         """Let engines take what the publisher has from now on."""
         if self._offered is not None and self._offered.session != session.id:
             self._withdraw()
-        catalog = _catalog_of(session.catalog, session.plan)
+        plan, catalog = session.plan, _catalog_of(session.catalog, session.plan)
         if self.holder is None:
-            self.holder = self._opened(session.me.token if claim is None else claim.token)
+            self.holder, self._on = holder_at(self._on, self._shelf, token, self._tls)
         self.holder.start(Holding(session.id, Plans(catalog), (self.holder.endpoint,)))
         self._served = session
-        nbytes = session.plan.nbytes
-        found = {"address": str(self._on), "name": self._link.me.name}
-        announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=nbytes)
-
-    def _opened(self, token: str) -> Holder:
-        if isinstance(self._on, UnixAddress):
-            return Holder(self._shelf, token, local=self._on.socket_of(0))
-        holder = Holder(self._shelf, token, remote=self._on, tls=self._tls)
-        self._on = TcpAddress(self._on.host, int(holder.endpoint.remote.rpartition(":")[2]))
-        return holder
+        found = {"address": self.address, "name": self._link.me.name}
+        announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=plan.nbytes)
 
     @property
     def address(self) -> str:

@@ -388,9 +388,9 @@ class Shelf:
             state = "PUBLISHING" if self._is_publishing else "IDLE"
             return News(version, state, replicas)
 
-    # Texts that ranks leave for each other.
+    # Texts that ranks leave for each other: a `RendezvousStore`.
 
-    def post(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str, deadline: float) -> None:
         with self._changed:
             self._posts[key] = text
             self._posts.move_to_end(key)
@@ -398,7 +398,7 @@ class Shelf:
                 self._posts.popitem(last=False)
             self._changed.notify_all()
 
-    def look(self, key: str) -> str | None:
+    def get(self, key: str, deadline: float) -> str | None:
         """Return the text under a key; None if there is none."""
         return self._posts.get(key)
 
