@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from time import monotonic, sleep
@@ -14,7 +15,13 @@ from flyweight.live.reader import Identity, open_channel, with_newest_token
 from flyweight.live.shelf import Shelf
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
-from flyweight.transports.address import Address, UnixAddress, parse_address
+from flyweight.transports.address import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    local_host_for,
+    parse_address,
+)
 from flyweight.transports.channel import Channel
 from flyweight.transports.tls import Tls
 
@@ -25,11 +32,15 @@ Found = TypeVar("Found")
 def holder_at(
     place: Address, shelf: Shelf, token: str, tls: Tls | None, rank: int = 0
 ) -> tuple[Holder, Address]:
-    """Listen at an address; return that with its directory, or its real host and port."""
+    """Listen for a rank of the front at an address; return that too, with its real port."""
     if isinstance(place, UnixAddress):
         return Holder(shelf, token, local=place.socket_of(rank)), place
-    holder = Holder(shelf, token, remote=place, tls=tls)
-    return holder, parse_address(f"tcp://{holder.endpoint.remote}")
+    if rank == 0:
+        holder = Holder(shelf, token, remote=place, tls=tls)
+        return holder, parse_address(f"tcp://{holder.endpoint.remote}")
+    # Another rank listens where it reaches rank 0 from: readers reach it there too.
+    host = local_host_for(os.uname().nodename if place.is_any else place.host)
+    return Holder(shelf, token, remote=TcpAddress(host, 0), tls=tls), place
 
 
 def once_there(

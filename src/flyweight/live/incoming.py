@@ -25,7 +25,6 @@ from flyweight.errors import (
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
 from flyweight.live.messages import Available, Done, Leased, Released, Staged
-from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import HeldLease, Reader
 from flyweight.live.ring import RingCopies
@@ -64,7 +63,7 @@ class Incoming:
     """How much longer than a copy in memory it may take."""
 
     def __init__(self, session: Session, id: PublishId) -> None:
-        self.session, self.id, self.about = session, id, About()
+        self.session, self.id, self.about = session, id, Available(id, None, {})
         self.arrived: dict[int, Arrived] = {}
         self._digests: dict[str, dict[int, bytes]] = {}
         """Those that came with leases, by kind and source rank."""
@@ -112,7 +111,7 @@ class Incoming:
 
         Returns False if the trainer has withdrawn the version, and nobody else has it.
         """
-        self.about, holders = About(available.parent, available.values), available.holders
+        self.about, holders = available, available.holders
         ranks = list(self.session.plan.streams)
         beside = [rank for rank in ranks if self.session.beside(rank) is not None]
         leased = self._lease(beside, deadline)
@@ -140,7 +139,7 @@ class Incoming:
         self._prepare_loading(deadline)
         if all(each.source is None for each in self.arrived.values()):
             self.tell(Staged(self.id))
-        self.session.announce(self.id, self.about)
+        self.session.announce(available)
         return True
 
     def _keep_digests(self, deadline: float) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -23,7 +22,6 @@ from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer, Bytes
 from flyweight.memory_table import HOST, BufferTable, Integers, aligned
-from flyweight.spec.manifest import Leaf
 from flyweight.transports.device_segments import places_on_devices
 from flyweight.transports.segments import Placed, Segment, places_in_shared_memory
 
@@ -31,14 +29,6 @@ RECLAIM_SECONDS = 10.0
 """How long leases of a copy that is not offered any more run on."""
 COPY_SECONDS = 20.0
 """How long the copy of one range may take, for instance from a device."""
-
-
-@dataclass(frozen=True)
-class About:
-    """What readers learn of a version besides its bytes."""
-
-    parent: int | None = None
-    values: Mapping[str, Leaf] = field(default_factory=dict)
 
 
 class Served(ABC):
@@ -158,7 +148,7 @@ class Offer(Served):
         id: PublishId,
         memory: OfferMemory,
         *,
-        until: float | None,
+        until: float | None = None,
         should_verify: bool,
         least_seconds: float = RECLAIM_SECONDS,
     ) -> None:

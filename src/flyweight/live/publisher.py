@@ -24,8 +24,8 @@ from flyweight.errors import (
 from flyweight.live.catalog import Catalog
 from flyweight.live.front_store import FrontStore, holder_at, ranks_given
 from flyweight.live.holder import Holder, Holding
-from flyweight.live.messages import CatalogTable
-from flyweight.live.offer import RECLAIM_SECONDS, About, CopyMemory, Offer, OfferMemory
+from flyweight.live.messages import Available, CatalogTable
+from flyweight.live.offer import RECLAIM_SECONDS, CopyMemory, Offer, OfferMemory
 from flyweight.live.plan import Plans
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity
@@ -38,14 +38,12 @@ from flyweight.ranks.agreement import Ranks
 from flyweight.ranks.process_group import rendezvous_of
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.transports.address import (
-    Address,
     Claim,
     Endpoint,
     TcpAddress,
     UnixAddress,
     check_token,
     host_facing,
-    local_host_for,
     parse_address,
 )
 from flyweight.transports.tls import Tls
@@ -168,15 +166,8 @@ class Publisher:
             secret = self._claim.token
         else:
             secret = check_token(token)
-        if rank and isinstance(place, TcpAddress):  # readers reach it where it reaches rank 0 from
-            front = os.uname().nodename if place.is_any else place.host
-            here: Address = TcpAddress(local_host_for(front), 0)
-        else:
-            here = place
-        holder, found = holder_at(here, self.shelf, secret, tls, rank)
+        holder, self._place = holder_at(place, self.shelf, secret, tls, rank)
         self._holder = holder
-        if rank == 0:
-            self._place = found
         if rendezvous.num_ranks > 1:
             if rendezvous.store is None:
                 store = self.shelf if self._front is None else self._front
@@ -211,8 +202,8 @@ class Publisher:
     def _offer_files(self, source: PublishedFiles) -> None:
         """Let replicas take the version that is in files, until `withdraw` or `close`."""
         id = PublishId(self._holding.session, source.version)
-        self.shelf.offer(Offer(id, source.read(), until=None, should_verify=self._verify))
-        self.shelf.announce(id, About(source.parent, source.values))
+        self.shelf.offer(Offer(id, source.read(), should_verify=self._verify))
+        self.shelf.announce(Available(id, source.parent, dict(source.values)))
         self._kept, self.version = id, source.version
 
     @property
@@ -347,8 +338,7 @@ class Publisher:
         id = PublishId(self._holding.session, version)
         values = {k: v for each in reversed(said) for k, v in each["values"].items()}
         self._next_version = version + 1  # used up: no other content ever gets this number
-        results: list[Result] = []
-        pending: list[str] = []
+        served: tuple[list[Result], list[str]] = [], []
 
         def offer() -> None:
             nonlocal digest_seconds
@@ -368,17 +358,16 @@ class Publisher:
             self.shelf.offer(made)
 
         def serve() -> None:
+            nonlocal served
             if self.rank == 0:
-                self.shelf.announce(id, About(self.version, values))
+                self.shelf.announce(Available(id, self.version, values))
                 if self._keep is None or num_replicas:
-                    done, missing = self.shelf.wait_served(id, num_replicas, deadline)
-                    results.extend(done)
-                    pending.extend(missing)
+                    served = self.shelf.wait_served(id, num_replicas, deadline)
 
         def report() -> Any:
             spent = monotonic() - started, digest_seconds
             return msgspec.to_builtins(
-                PublishReport(version, *spent, tuple(results), tuple(pending))
+                PublishReport(version, *spent, tuple(served[0]), tuple(served[1]))
             )
 
         is_published = False

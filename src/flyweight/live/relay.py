@@ -194,7 +194,7 @@ class Relay:
         for plan in self.holder.holding.plans:
             offer.digests(plan, 0, monotonic() + TIMEOUT_SECONDS)
         self._shelf.offer(offer)
-        self._shelf.announce(incoming.id, incoming.about)
+        self._shelf.announce(incoming.about)
         self._offered = incoming.id
 
     def _withdraw(self) -> None:

@@ -20,8 +20,7 @@ from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, Tr
 from flyweight.live.catalog import Catalog
 from flyweight.live.fetch import Connections
 from flyweight.live.holder import Holding
-from flyweight.live.messages import Declined, Done, Planned, Staged
-from flyweight.live.offer import About
+from flyweight.live.messages import Available, Declined, Done, Planned, Staged
 from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader, with_newest_token
@@ -355,10 +354,10 @@ class Session:
         self.withdraw(monotonic() + WITHDRAW_SECONDS)
         self._shelf.pass_over(id)
 
-    def announce(self, id: PublishId, about: About) -> None:
+    def announce(self, available: Available) -> None:
         """Let readers that know only this replica take what is staged."""
-        if id == self._staged:
-            self._shelf.announce(id, about)
+        if available.id == self._staged:
+            self._shelf.announce(available)
 
     def withdraw(self, deadline: float) -> None:
         """Let nobody fetch what was staged last, whose memory the next version needs."""

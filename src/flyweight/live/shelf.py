@@ -25,7 +25,7 @@ from flyweight.live.messages import (
     Staged,
     Wait,
 )
-from flyweight.live.offer import About, Served
+from flyweight.live.offer import Served
 from flyweight.live.publish_id import PublishId
 from flyweight.live.tracker import Result, Tracker
 from flyweight.transports.channel import Channel
@@ -44,7 +44,8 @@ class Shelf:
         """A signal handler may close what its own thread is using."""
         self._leases, self._tracker = LeaseBook(), Tracker()
         self._offers: dict[PublishId, Served] = {}
-        self._about = About()
+        self._available: Available | None = None
+        """The newest version, for readers that wait."""
         self._last: PublishId | None = None
         """The last version that was offered; none before it comes any more."""
         self._channels: dict[int, Channel] = {}
@@ -90,11 +91,11 @@ class Shelf:
             self._last = id
             self._changed.notify_all()
 
-    def announce(self, id: PublishId, about: About) -> None:
+    def announce(self, available: Available) -> None:
         """Tell all readers that wait, and those that come, of the version."""
         with self._changed:
-            self._about = about
-            self._tracker.announce(id)
+            self._available = available
+            self._tracker.announce(available.id)
             self.ring()
 
     def ring(self) -> None:
@@ -262,12 +263,11 @@ class Shelf:
                 return Current()
             is_offered = newest in self._leases.offered
             found = self._tracker.answer(reader, kind, wanted, wait.have, is_offered=is_offered)
-            if found is None or newest is None:
+            if found is None or self._available is None:
                 return None
             self._updating.add(reader)
             self._show()
-            about = self._about
-            return Available(newest, about.parent, dict(about.values), found)
+            return replace(self._available, holders=found)
 
     def nothing_new(self, have: PublishId | None) -> TransferTimeout:
         """Return the error for a reader whose time is over."""
