@@ -92,20 +92,21 @@ class FrontStore:
     def token(self, deadline: float, is_over: Callable[[], bool] = lambda: False) -> str:
         """Connect to the front, and return its token; wait for a front unless `is_over`."""
         with self._lock:
-            once_there(lambda: self._connected(deadline), deadline, is_over)
+            once_there(lambda: self.channel(deadline), deadline, is_over)
             return self._token
 
     def set(self, key: str, text: str, deadline: float) -> None:
         with self._lock:
             self._posted[key] = text
-            once_there(lambda: self._connected(deadline), deadline).send(Post(key, text), deadline)
+            once_there(lambda: self.channel(deadline), deadline).send(Post(key, text), deadline)
 
     def get(self, key: str, deadline: float) -> str | None:
         with self._lock:
-            channel = once_there(lambda: self._connected(deadline), deadline)
+            channel = once_there(lambda: self.channel(deadline), deadline)
             return channel.call(Look(key), Posted, deadline).text
 
-    def _connected(self, deadline: float) -> Channel:
+    def channel(self, deadline: float) -> Channel:
+        """Return a connection that works, with the newest token."""
         if not self._is_open:
             raise TransportError("this rank has left")
         if self._channel is None or self._channel.is_broken:

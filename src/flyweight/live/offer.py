@@ -82,6 +82,7 @@ class OfferMemory:
     def __init__(self, rank: int, table: BufferTable, placed: Placed | None) -> None:
         self.rank, self.table, self.placed = rank, table, placed
         self._rows: WeakKeyDictionary[Plan, tuple[BufferTable, RowDigests]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     @classmethod
     def of_model(cls, rank: int, table: BufferTable) -> OfferMemory:
@@ -91,13 +92,15 @@ class OfferMemory:
         return cls(rank, table, places_on_devices(table))
 
     def rows(self, plan: Plan, rank: int) -> tuple[BufferTable, RowDigests]:
+        """Return where the rows of a stream lie, and what digests them; prepared once."""
         if rank != self.rank:
             raise PlanError(f"this is rank {self.rank} of the trainer, not rank {rank}")
-        if plan not in self._rows:
-            stream = plan.streams[rank]
-            rows = stream.in_source(self.table)
-            self._rows[plan] = rows, RowDigests(rows, plan.digest, stream.cast)
-        return self._rows[plan]
+        with self._lock:
+            if plan not in self._rows:
+                stream = plan.streams[rank]
+                rows = stream.in_source(self.table)
+                self._rows[plan] = rows, RowDigests(rows, plan.digest, stream.cast)
+            return self._rows[plan]
 
 
 def packed_memory(
@@ -183,39 +186,28 @@ class Offer(Served):
             return self._digests[plan]
 
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
-        """Return a view of each run of host memory that has the stream's bytes, else copies."""
-        rows, stream = self._rows(plan, rank), plan.streams[rank]
+        """Return a view of each run of host memory that has the bytes; a copy if any has not."""
+        rows, stream = self.memory.rows(plan, rank)[0], plan.streams[rank]
         row, low, high = stream.range(start, stop)
-        address, nbytes = rows.address[row] + low, high - low
         is_view = rows.is_contiguous[row] & (rows.device[row] == HOST) & (stream.cast[row, 0] < 0)
-        # Views of rows that follow each other in memory are one part, and so are copies.
-        joins = ~is_view[1:] & ~is_view[:-1]
-        joins |= is_view[1:] & is_view[:-1] & (address[1:] == address[:-1] + nbytes[:-1])
-        copied, found, at = np.empty(0, np.uint8), list[Bytes](), 0
         if not is_view.all():
-            copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
-        for first, end in pairwise([0, *(np.flatnonzero(~joins) + 1).tolist(), len(row)]):
-            size = int(nbytes[first:end].sum())
-            if is_view[first]:
-                found.append(_view(int(address[first]), size))
-            else:
-                found.append(copied[at : at + size])
-                at += size
-        return found
+            return [_copied(rows, stream, row, low, high)]
+        address, nbytes = rows.address[row] + low, high - low
+        cuts = np.flatnonzero(address[1:] != address[:-1] + nbytes[:-1]) + 1
+        return [
+            _view(int(address[first]), int(nbytes[first:end].sum()))
+            for first, end in pairwise([0, *cuts.tolist(), len(row)])
+        ]
 
     def copies(self, plan: Plan, rank: int, sink: Bytes) -> RowCopies:
-        rows, stream = self._rows(plan, rank), plan.streams[rank]
+        rows, stream = self.memory.rows(plan, rank)[0], plan.streams[rank]
         packed = stream.packed_at(Buffer.of(sink).address, sink)
         return RowCopies(packed, rows, cast=stream.cast)
 
     def bucket(self, plan: Plan, rank: int, bucket: int, slot: Buffer) -> RowCopies:
         """Return what copies a bucket of a stream into a slot on the device of its rows."""
-        stream = plan.streams[rank]
-        return _packing(self._rows(plan, rank), stream, stream.buckets[bucket], slot)
-
-    def _rows(self, plan: Plan, rank: int) -> BufferTable:
-        with self._lock:
-            return self.memory.rows(plan, rank)[0]
+        rows, stream = self.memory.rows(plan, rank)[0], plan.streams[rank]
+        return _packing(rows, stream, stream.buckets[bucket], slot)
 
 
 def _packing(rows: BufferTable, stream: Stream, pieces: Bucket, memory: Buffer) -> RowCopies:

@@ -12,9 +12,9 @@ import msgspec
 
 from flyweight.checks import check_seconds
 from flyweight.errors import HandleGone, PeerLost
-from flyweight.live.front_store import once_there
+from flyweight.live.front_store import FrontStore, once_there
 from flyweight.live.messages import News, Watch
-from flyweight.live.reader import Identity, open_channel, with_newest_token
+from flyweight.live.reader import Identity
 from flyweight.transports.address import parse_address
 from flyweight.transports.channel import Channel, Message
 from flyweight.transports.tls import Tls
@@ -38,28 +38,24 @@ def watch(
     Raises PeerLost if no publisher starts or it is killed, TransferTimeout if it does not answer.
     """
     deadline = monotonic() + check_seconds("timeout_seconds", timeout_seconds)
-    place, me = parse_address(address), Identity("watcher", token=token or "", tls=tls)
-
-    def begin(me: Identity) -> tuple[Channel, News]:
-        channel = open_channel(place.endpoint, me, deadline)
-        try:
-            return channel, channel.call(Watch(), News, deadline)
-        except BaseException:
-            channel.close()
-            raise
-
-    try:
-        _, (channel, first) = once_there(lambda: with_newest_token(me, place, begin), deadline)
-    except (PeerLost, HandleGone) as error:
-        raise PeerLost(f"no publisher answers at {address}: {error}") from error
-    coming = deque([first])
+    front = FrontStore(parse_address(address), Identity("watcher", token=token or "", tls=tls))
+    coming = deque[News]()
 
     def take(message: Message) -> None:
         if isinstance(message, News):
             coming.append(message)
 
-    channel.on_push = take
-    with closing(channel):
+    def begin() -> Channel:
+        channel = front.channel(deadline)
+        channel.on_push = take
+        coming.append(channel.call(Watch(), News, deadline))
+        return channel
+
+    with closing(front):
+        try:
+            channel = once_there(begin, deadline)
+        except (PeerLost, HandleGone) as error:
+            raise PeerLost(f"no publisher answers at {address}: {error}") from error
         while True:
             while coming:
                 yield coming.popleft()
