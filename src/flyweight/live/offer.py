@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -184,6 +184,12 @@ class Offer(Served):
                 found, overflows = rows.run(deadline)
                 self._digests[plan] = found.astype("<u8").tobytes(), overflows
             return self._digests[plan]
+
+    def digest(self, plans: Iterable[Plan], deadline: float) -> None:
+        """Compute what readers that are connected need, before they ask for it."""
+        for plan in plans:
+            if self.memory.rank in plan.streams:
+                self.digests(plan, self.memory.rank, deadline)
 
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
         """Return a view of each run of host memory that has the bytes; a copy if any has not."""

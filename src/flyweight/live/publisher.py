@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Literal, get_args, overload
@@ -191,9 +189,8 @@ class Publisher:
                     f"{said[0]['options']}, rank {other} {each['options']}"
                 )
         tables = [msgspec.convert(each["table"], CatalogTable) for each in said]
-        catalog, blocks = Catalog.joined(
-            [Catalog.received(each) for each in tables], [each["values"] for each in said]
-        )
+        held = [Catalog.received(each) for each in tables]
+        catalog, blocks = Catalog.joined(held, [each["values"] for each in said])
         self._blocks: Integers = blocks[rank]
         endpoints = tuple(msgspec.convert(each["endpoint"], Endpoint) for each in said)
         self._holding = Holding(str(said[0]["session"]), Plans(catalog), endpoints)
@@ -283,41 +280,34 @@ class Publisher:
             )
         publication = Publication(version)
 
-        def run() -> PublishReport:
-            return self._publish(source, version, num_replicas, deadline, publication.copied)
-
-        def run_in_background() -> None:
+        def run() -> None:
             self._thread = threading.get_ident()
             try:
-                publication.run(run)
+                publication.run(lambda: self._publish(source, publication, num_replicas, deadline))
             finally:
                 self._end_call()
 
-        with ExitStack() as call:
-            self._begin_call(deadline)
-            call.callback(self._end_call)
-            if not background:
-                return run()
+        self._begin_call(deadline)
+        if not background:
+            run()
+            return publication.wait(0)
+        try:
             self._check_next(version)
-            name = "flyweight-publish"
-            threading.Thread(target=run_in_background, name=name, daemon=True).start()
-            call.pop_all()
-            return publication
+            threading.Thread(target=run, name="flyweight-publish", daemon=True).start()
+        except BaseException:
+            self._end_call()
+            raise
+        return publication
 
     def _publish(
-        self,
-        source: PublishedModel,
-        version: int,
-        num_replicas: int,
-        deadline: float,
-        copied: Callable[[], None],
+        self, source: PublishedModel, publication: Publication, num_replicas: int, deadline: float
     ) -> PublishReport:
         """Take all steps, on all ranks.
 
         On every way out, what does not stay is withdrawn on this rank, and all its leases have
         ended: the caller may change the model.
         """
-        started = monotonic()
+        version, started = publication.version, monotonic()
         self._ranks.renew()
         said = self._ranks.step(
             "publish",
@@ -351,9 +341,7 @@ class Publisher:
                 least_seconds=self._promised_seconds,
             )
             digesting = monotonic()
-            for plan in self._holding.plans:
-                if self.rank in plan.streams:
-                    made.digests(plan, self.rank, end)
+            made.digest(self._holding.plans, end)
             digest_seconds = monotonic() - digesting
             self.shelf.offer(made)
 
@@ -377,7 +365,7 @@ class Publisher:
                 if self._keep is not None:  # to withdraw the last one had a time of its own
                     deadline = monotonic() + seconds
                 if self._keep == "memory":
-                    copied()
+                    publication.copied()
                 said = self._ranks.step("serve", serve, deadline, report=report)
                 is_published = True
             finally:

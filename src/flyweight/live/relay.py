@@ -148,9 +148,10 @@ class Relay:
         if self._offered is not None and self._offered.session != session.id:
             self._withdraw()
         plan, catalog = session.plan, _catalog_of(session.catalog, session.plan)
+        self._plans = Plans(catalog)
         if self.holder is None:
             self.holder, self._on = holder_at(self._on, self._shelf, token, self._tls)
-        self.holder.start(Holding(session.id, Plans(catalog), (self.holder.endpoint,)))
+        self.holder.start(Holding(session.id, self._plans, (self.holder.endpoint,)))
         self._served = session
         found = {"address": self.address, "name": self._link.me.name}
         announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=plan.nbytes)
@@ -172,7 +173,7 @@ class Relay:
         try:
             if not incoming.open(available, started + TIMEOUT_SECONDS):
                 return
-            self._offer(session, incoming)
+            self._offer(incoming)
             seconds, nbytes = monotonic() - started, incoming.nbytes
             result = Result(name, os.getpid(), nbytes, seconds, transport=incoming.transport)
         except FlyweightError as error:
@@ -184,15 +185,12 @@ class Relay:
         incoming.tell(Done(id, result))
         announce("update.done", name=name, version=id.version, nbytes=nbytes, seconds=seconds)
 
-    def _offer(self, session: Session, incoming: Incoming) -> None:
+    def _offer(self, incoming: Incoming) -> None:
         """Let engines lease what was staged, where it lies."""
-        tables = [incoming.arrived[rank].rows for rank in session.plan.streams]
+        tables = [incoming.arrived[rank].rows for rank in incoming.session.plan.streams]
         memory = OfferMemory.of_model(0, BufferTable.joined(tables))
-        offer = Offer(incoming.id, memory, until=None, should_verify=incoming.is_verified)
-        assert self.holder is not None
-        assert self.holder.holding is not None
-        for plan in self.holder.holding.plans:
-            offer.digests(plan, 0, monotonic() + TIMEOUT_SECONDS)
+        offer = Offer(incoming.id, memory, should_verify=incoming.is_verified)
+        offer.digest(self._plans, monotonic() + TIMEOUT_SECONDS)
         self._shelf.offer(offer)
         self._shelf.announce(incoming.about)
         self._offered = incoming.id

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from msgspec.structs import replace
 
 from flyweight.adapters.identity import Identity as ModelIdentity
 from flyweight.adapters.model import Model, adapt
@@ -87,7 +88,7 @@ class PublishedModel:
             return False
         last, after = self.memory, PublishedModel(self.thing)
         before, found = self.catalog(0).table, after.catalog(0).table
-        if before != found:
+        if replace(found, devices=before.devices) != before:  # all of it may be on another device
             names = set(before.tensors.names) ^ set(found.tensors.names)
             which = f": {listed(names)}" if names else ""
             raise PlanError(
