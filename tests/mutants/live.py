@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "a relay offers a version while its memory is written again",
         "live/relay.py",
-        "        self._withdraw()\n        id, started",
-        "        id, started",
+        "        self._withdraw()\n        id, name",
+        "        id, name",
         "tests/live/test_relays.py",
     ),
     Mutant(

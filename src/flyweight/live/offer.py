@@ -49,7 +49,8 @@ class Served(ABC):
 
     def segments(self, rank: int) -> Sequence[Segment]:
         """Return the shared memory that its bytes lie in, as far as they do."""
-        return []
+        found = self.mappable(rank)
+        return [each for each in found[0].segments if isinstance(each, Segment)] if found else []
 
     @abstractmethod
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
@@ -170,10 +171,6 @@ class Offer(Served):
     def mappable(self, rank: int) -> tuple[Placed, BufferTable] | None:
         placed = self.memory.placed
         return None if placed is None or rank != self.memory.rank else (placed, self.memory.table)
-
-    def segments(self, rank: int) -> Sequence[Segment]:
-        placed = self.memory.placed
-        return [each for each in placed.segments if isinstance(each, Segment)] if placed else []
 
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         with self._lock:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 
 import numpy as np
@@ -114,10 +112,18 @@ class Relay:
         claim = Claim(self._on, self._token) if isinstance(self._on, UnixAddress) else None
         try:
             while not self._stopped.is_set():
-                with self._patience():
+                try:
                     self._link.connect(WholeTensors(), monotonic() + TIMEOUT_SECONDS)
                     if self._served is not None and self._served is self._link.session:
                         self._take_next(self._served)
+                except PeerRefused:
+                    raise
+                except FlyweightError as error:  # the next version may come whole
+                    if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
+                        found = {"name": self._link.me.name, "version": None}
+                        announce("update.failed", **found, error=str(error))
+                    if not isinstance(error, TransferTimeout):
+                        self._stopped.wait(_RETRY_SECONDS)
                 if (session := self._link.session) is not None and session is not self._served:
                     self._serve(session, session.me.token if claim is None else claim.token)
         finally:
@@ -128,20 +134,6 @@ class Relay:
             self._link.close(why)
             if claim is not None:
                 claim.close()
-
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Wait after a fault, which is announced unless the publisher is only gone."""
-        try:
-            yield
-        except PeerRefused:
-            raise
-        except FlyweightError as error:
-            # A publisher that is gone may come back, and the next version may come whole.
-            if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
-                announce("update.failed", name=self._link.me.name, version=None, error=str(error))
-            if not isinstance(error, TransferTimeout):
-                self._stopped.wait(_RETRY_SECONDS)
 
     def _serve(self, session: Session, token: str) -> None:
         """Let engines take what the publisher has from now on."""
