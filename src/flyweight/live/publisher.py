@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Literal, get_args, overload
@@ -21,7 +22,7 @@ from flyweight.errors import (
 )
 from flyweight.live.catalog import Catalog
 from flyweight.live.front_store import FrontStore, holder_at, ranks_given
-from flyweight.live.holder import Holder, Holding
+from flyweight.live.holder import Holding
 from flyweight.live.messages import Available, CatalogTable
 from flyweight.live.offer import RECLAIM_SECONDS, CopyMemory, Offer, OfferMemory
 from flyweight.live.plan import Plans
@@ -34,7 +35,7 @@ from flyweight.live.tracker import Result
 from flyweight.memory_table import Integers
 from flyweight.ranks.agreement import Ranks
 from flyweight.ranks.process_group import rendezvous_of
-from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.ranks.rendezvous import Rendezvous, RendezvousStore
 from flyweight.transports.address import (
     Claim,
     Endpoint,
@@ -104,12 +105,11 @@ class Publisher:
         if isinstance(self._source, PublishedFiles) and keep is not None:
             raise SpecError(f"keep={keep!r} is for models; replicas can take files at any time")
         self._calling, self._thread = threading.Lock(), 0
-        """Held by the call that runs, and the thread of the last one."""
+        """Held by the call that runs; the thread that began the last one, 0 if it left it."""
         self._is_open = True
         self.shelf = Shelf()
-        self._claim: Claim | None = None
-        self._front: FrontStore | None = None
-        self._holder: Holder | None = None
+        self._opened = ExitStack()
+        """Closes what was opened, the last first."""
         rendezvous = self._rendezvous(process_group, rank, world_size)
         self.rank, self.world_size = rendezvous.rank, rendezvous.num_ranks
         self._memory: OfferMemory | None = None
@@ -125,7 +125,7 @@ class Publisher:
                 self._offer_files(self._source)
         except BaseException:
             self._is_open = False
-            self._free("the publisher could not be made")
+            self._free()
             raise
 
     def _rendezvous(
@@ -155,22 +155,25 @@ class Publisher:
     ) -> None:
         """Listen, and learn what the other ranks hold, which all make a publisher now."""
         place, rank = self._place, rendezvous.rank
+        store: RendezvousStore = self.shelf
         if rank:
             me = Identity(f"rank {rank} of the trainer", token=token or "", tls=tls)
-            self._front = FrontStore(place, me)
-            secret = self._front.token(deadline)
+            store = front = FrontStore(place, me)
+            self._opened.callback(front.close)
+            secret = front.token(deadline)
         elif isinstance(place, UnixAddress):
-            self._claim = Claim(place, token)
-            secret = self._claim.token
+            claim = Claim(place, token)
+            self._opened.callback(claim.close)
+            secret = claim.token
         else:
             secret = check_token(token)
-        holder, self._place = holder_at(place, self.shelf, secret, tls, rank)
-        self._holder = holder
         if rendezvous.num_ranks > 1:
             if rendezvous.store is None:
-                store = self.shelf if self._front is None else self._front
                 rendezvous = replace(rendezvous, store=store, group="publisher")
             self._ranks = Ranks(replace(rendezvous, token=secret, host=host_facing(place)))
+            self._opened.callback(self._ranks.close)
+        holder, self._place = holder_at(place, self.shelf, secret, tls, rank)
+        self._opened.callback(holder.close, "the publisher was closed")
         options = f"keep={self._keep!r}, verify={self._verify}, address={str(place)!r}"
         said = self._ranks.step(
             "meet",
@@ -281,7 +284,6 @@ class Publisher:
         publication = Publication(version)
 
         def run() -> None:
-            self._thread = threading.get_ident()
             try:
                 publication.run(lambda: self._publish(source, publication, num_replicas, deadline))
             finally:
@@ -293,6 +295,7 @@ class Publisher:
             return publication.wait(0)
         try:
             self._check_next(version)
+            self._thread = 0  # `close` in this one waits for the other
             threading.Thread(target=run, name="flyweight-publish", daemon=True).start()
         except BaseException:
             self._end_call()
@@ -448,7 +451,7 @@ class Publisher:
         """Let the next call begin; close what a signal handler wanted to close in the middle."""
         self._calling.release()
         if not self._is_open:
-            self._free("the publisher was closed")
+            self._free()
 
     def _check_open(self) -> None:
         if self._process != os.getpid():
@@ -469,20 +472,15 @@ class Publisher:
         self.shelf.stop()
         # It cannot wait for a call that it interrupts, which frees everything when it ends.
         if not (self._calling.locked() and self._thread == threading.get_ident()):
-            self._free("the publisher was closed")
+            self._free()
 
-    def _free(self, why: str) -> None:
+    def _free(self) -> None:
         """Withdraw and close everything, at the end of the call that runs. Repeatable."""
         is_over = self._calling.acquire(timeout=_CLOSE_SECONDS)
         try:
             if self._kept is not None:
                 self.shelf.reclaim(self._kept, monotonic())
-            holder, self._holder = self._holder, None
-            if holder is not None:
-                holder.close(why)
-            for each in (self._ranks, self._front, self._claim):
-                if each is not None:
-                    each.close()
+            self._opened.close()
             self._memory = None
         finally:
             if is_over:
