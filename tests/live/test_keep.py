@@ -173,6 +173,12 @@ def test_background_with_a_copy_lets_the_trainer_step_after_wait_copied():
         assert holds(arrays, 1)
 
 
+def test_close_waits_for_a_publish_in_the_background(tmp_path):
+    for version in range(10):  # the next publisher finds the address free
+        with Publisher(model(), f"unix:{tmp_path}/policy", keep="memory") as source:
+            source.publish(version, background=True)
+
+
 def test_background_without_a_copy_is_copied_once_nobody_reads():
     weights, arrays = mappable(1), model()
     with (

@@ -9,7 +9,7 @@ from child_processes import LIMIT
 from flyweight.casts import BF16, F32, cast
 from flyweight.digest import digest
 from flyweight.errors import TransferTimeout
-from flyweight.live.catalog import Catalog, Devices, RankTable
+from flyweight.live.catalog import Catalog, Devices
 from flyweight.live.offer import Offer, OfferMemory
 from flyweight.live.plan import Wanted, make_plan
 from flyweight.live.publish_id import PublishId
@@ -17,7 +17,6 @@ from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer
 from flyweight.memory_table import BufferTable
 from flyweight.plans.copy_table import BoxTable
-from flyweight.plans.tables import Boxes, Tensors, packed
 from flyweight.spec.dtype import DTYPES
 from flyweight.spec.manifest import TensorSpec
 
@@ -100,10 +99,9 @@ def test_rows_that_are_cast_have_the_digests_of_the_cast_before_and_after(kind):
 def offered(arrays, dtypes):
     """Return an offer of arrays to a reader that wants them in some dtypes; -1 is as they are."""
     specs = {f"t{n}": TensorSpec(DTYPES[kind], each.shape) for n, (kind, each) in enumerate(arrays)}
-    boxes, zeros = BoxTable.whole(specs.values()), packed([0] * len(arrays))
-    table = RankTable(Tensors.of(specs), {}, Boxes.of(boxes), zeros, ("",), zeros, {})
-    catalog, (blocks,) = Catalog.joined([table])
-    devices = Devices(("",), np.zeros(len(arrays), np.int64))
+    boxes, zeros = BoxTable.whole(specs.values()), np.zeros(len(arrays), np.int64)
+    devices = Devices(("",), zeros)
+    catalog, (blocks,) = Catalog.joined([Catalog(specs, {}, boxes, zeros, devices)], [{}])
     plan = make_plan(catalog, Wanted(boxes, np.array(dtypes), devices, "xxh3"))
     memory = table_of([each for _, each in arrays]).widened(boxes.num_dims).take(blocks)
     offer = Offer(

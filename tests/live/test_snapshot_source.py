@@ -187,7 +187,7 @@ def packed(tmp_path):
 def test_tensors_of_elements_of_six_bits_are_read_too(packed):
     path, wanted = packed
     with fw.open(path) as stored:
-        table = PublishedFiles.of(stored, 1).read().table
+        table = PublishedFiles(stored, 1).read().table
         for row, name in enumerate(stored.manifest.tensors):
             assert table.buffer(row).flat().tobytes() == wanted[name].tobytes()
 

@@ -154,7 +154,8 @@ def test_a_connection_for_bytes_cannot_wait_for_a_version(source):
     sink, _, _, deadline = leased(source)
     with sink:
         endpoint = parse_address(source.address).endpoint
-        found = sink._link.session.connections.take(endpoint, deadline)
+        me, session = sink._link.session.me, sink._link.session
+        found = Reader.connect(endpoint, me, deadline, session=session.id, plans=session.plans)
         with pytest.raises(TransportError, match="has joined for bytes, and waits for no version"):
             found.channel.call(Wait(None, None, None, False, 0.0), Current, deadline)
         found.close()

@@ -69,14 +69,14 @@ MUTANTS = [
     Mutant(
         "an interrupted publish leaves its offer",
         "live/publisher.py",
-        "                self.shelf.reclaim(id, deadline if is_published else monotonic())\n",
-        "                self.shelf.reclaim(id, deadline) if is_published else None\n",
+        "                    self.shelf.reclaim(id, deadline if is_published else monotonic())\n",
+        "                    self.shelf.reclaim(id, deadline) if is_published else None\n",
         "tests/live/test_faults.py",
     ),
     Mutant(
         "a number can be published twice if the first try failed",
         "live/publisher.py",
-        "        self._last_version = version  # used up: no other content ever gets this number\n",
+        "        self._next_version = version + 1  # used up: no other content ever gets this number\n",
         "",
         "tests/live/test_faults.py",
     ),
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "a relay offers a version while its memory is written again",
         "live/relay.py",
-        "        self._withdraw()\n        id, started",
-        "        id, started",
+        "        self._withdraw()\n        id, name",
+        "        id, name",
         "tests/live/test_relays.py",
     ),
     Mutant(
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "values beside the tensors are those of the version before, or of rank 0 alone",
         "live/publisher.py",
-        "            values=lambda: dict(self._model.model.manifest.values),\n",
-        "            values=lambda: dict(self._model.model.manifest.values) if not self.rank else {},\n",
+        "            values=lambda: dict(source.values),\n",
+        "            values=lambda: dict(source.values) if not self.rank else {},\n",
         "tests/flows/test_publish_by_ranks.py",
     ),
     Mutant(

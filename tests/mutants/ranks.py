@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "a rank that was started again shows the token of the trainer before",
         "live/front_store.py",
-        "                self._token = me.token\n",
-        "                self._me, self._token = me, me.token\n",
+        "            self._channel, self._token = channel, me.token\n",
+        "            self._channel, self._me, self._token = channel, me, me.token\n",
         "tests/transports/test_address.py",
     ),
     Mutant(

@@ -53,22 +53,9 @@ class Devices:
         return "words" if any(self.names) else "xxh3"
 
 
-class RankTable(CatalogTable, frozen=True):
-    """What one rank of a trainer holds, for the other ranks."""
-
-    values: dict[str, Leaf]
-
-
-def _received(table: CatalogTable) -> tuple[dict[str, TensorSpec], BoxTable, Devices]:
-    """Return the tensors, the blocks and their devices; raise SpecError for absurd ones."""
-    tensors = table.tensors.specs()
-    blocks = table.blocks.table(BoxTable.whole(tensors.values()))
-    return tensors, blocks, Devices.received(table.devices, table.device, len(blocks))
-
-
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """What a trainer has. Readers and holders work plans out from it, each for itself."""
+    """What a trainer, or a rank of one, has: readers and holders work plans out from it."""
 
     tensors: Mapping[str, TensorSpec]
     tied: Mapping[str, str]
@@ -79,21 +66,24 @@ class Catalog:
     devices: Devices
 
     @classmethod
-    def joined(cls, ranks: Sequence[RankTable]) -> tuple[Catalog, list[Integers]]:
+    def joined(
+        cls, ranks: Sequence[Catalog], values: Sequence[Mapping[str, Leaf]]
+    ) -> tuple[Catalog, list[Integers]]:
         """Return the catalog of all ranks, and for each rank the blocks of its own that count.
 
-        Raises PlanError, which names the ranks, if what they hold does not fit together.
+        values: what each rank has besides tensors. Raises PlanError, which names the ranks, if what
+        they hold does not fit together.
         """
-        held, devices = [], []
-        for each in ranks:
-            tensors, boxes, places = _received(each)
-            held.append(HeldTable(tensors, each.tied, each.values, boxes))
-            devices.append(places)
-        merged = merge_held(held)
-        names = tuple(sorted({name for each in devices for name in each.names}))
+        merged = merge_held(
+            [
+                HeldTable(each.tensors, each.tied, found, each.blocks)
+                for each, found in zip(ranks, values, strict=True)
+            ]
+        )
+        names = tuple(sorted({name for each in ranks for name in each.devices.names}))
         index = np.empty(len(merged.rank), np.int64)
-        blocks = [merged.block[merged.rank == rank] for rank in range(len(held))]
-        for rank, own in enumerate(devices):
+        blocks = [merged.block[merged.rank == rank] for rank in range(len(ranks))]
+        for rank, own in enumerate(each.devices for each in ranks):
             number = numbers_of(own.names, names)
             index[merged.rank == rank] = number[own.index[blocks[rank]]]
         found = cls(merged.tensors, merged.tied, merged.boxes, merged.rank, Devices(names, index))
@@ -101,13 +91,16 @@ class Catalog:
 
     @classmethod
     def received(cls, table: CatalogTable) -> Catalog:
-        specs, blocks, devices = _received(table)
+        """Return what a table says; raise SpecError or PlanError for what is absurd."""
+        specs = table.tensors.specs()
+        blocks = table.blocks.table(BoxTable.whole(specs.values()))
         for name, target in table.tied.items():
             if name in specs or target not in specs:
                 raise SpecError(f"{name!r} is tied to {target!r}, which is no other tensor's name")
         rank = numbers(table.rank)
         if len(rank) != len(blocks) or (len(rank) and rank.min() < 0):
             raise PlanError(f"{len(blocks)} blocks have {len(rank)} ranks")
+        devices = Devices.received(table.devices, table.device, len(blocks))
         return cls(specs, table.tied, blocks, rank, devices)
 
     @cached_property

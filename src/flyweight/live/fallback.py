@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from flyweight.errors import FormatError, SpecError, StoreError, VersionError
 from flyweight.formats.stored import Stored
-from flyweight.live.messages import Done, Staged
-from flyweight.live.offer import About
+from flyweight.live.messages import Available, Done, Staged
 from flyweight.live.publish_id import PublishId
 from flyweight.live.target import LoaderTarget, ModelTarget
 from flyweight.ports import UpdateOptions
@@ -111,7 +110,7 @@ class StoredIncoming:
     def __init__(self, found: StoredVersion, target: ModelTarget | LoaderTarget) -> None:
         self.id, self.verified = found.id, found.verified
         self._stored, self._target = found.stored, target
-        self.about = About(found.stored.manifest.parent)
+        self.about = Available(found.id, found.stored.manifest.parent, {})
         self.nbytes = found.stored.manifest.nbytes
         self.read_seconds = self.nbytes / _SLOW_BYTES
         self.unused: tuple[str, ...] = ()

@@ -29,10 +29,11 @@ from flyweight.errors import (
 from flyweight.events import announce
 from flyweight.live import messages
 from flyweight.live.buckets import NUM_SLOTS
-from flyweight.live.offer import Copies, Offer, Served
+from flyweight.live.offer import Offer, Served
 from flyweight.live.plan import Plan, Plans, Wanted
 from flyweight.live.publish_id import PublishId
 from flyweight.live.ring import Ring
+from flyweight.live.rows import RowCopies
 from flyweight.live.shelf import Shelf
 from flyweight.memory import Bytes
 from flyweight.transports.address import (
@@ -175,7 +176,7 @@ class Conversation:
         """The source rank that was leased last."""
         self._window: Window | None = None
         """What this reader can pull."""
-        self._prepared: dict[tuple[str, int], tuple[object, object, Copies]] = {}
+        self._prepared: dict[tuple[str, int], tuple[object, object, RowCopies]] = {}
         """By kind and bucket: copies, and the memories that they are from and to."""
         self._ring: Ring | None = None
         self._shown: messages.News | None = None
@@ -283,9 +284,9 @@ class Conversation:
             case messages.Release():
                 return self._release(message, is_proof=frame.number > 0)
             case messages.Post(key, str(text)):
-                self._shelf.post(key, text)
+                self._shelf.set(key, text, FOREVER)
             case messages.Post(key):
-                return messages.Post(key, self._shelf.look(key))
+                return messages.Post(key, self._shelf.get(key, FOREVER))
             case messages.Watch():
                 self._me.is_watching = True  # before it looks, so that no change is missed
                 self._shown = self._shelf.news()
@@ -477,8 +478,8 @@ class Conversation:
         return messages.Confirmed()
 
     def _copies(
-        self, key: tuple[str, int], source: object, sink: object, make: Callable[[], Copies]
-    ) -> Copies:
+        self, key: tuple[str, int], source: object, sink: object, make: Callable[[], RowCopies]
+    ) -> RowCopies:
         """Return copies from one memory to another, prepared once for the same two."""
         known = self._prepared.get(key)
         if known is not None and known[0] is source and known[1] is sink:

@@ -20,7 +20,6 @@ from flyweight.errors import (
 from flyweight.live.fetch import Fetch
 from flyweight.live.loader import Loading
 from flyweight.live.messages import Available, Confirmed, Done, Staged
-from flyweight.live.offer import About
 from flyweight.live.publish_id import PublishId
 from flyweight.live.session import Session
 from flyweight.live.source_rank import Arrived, SourceRank
@@ -42,7 +41,7 @@ class Incoming:
     """How much longer than a copy in memory it may take."""
 
     def __init__(self, session: Session, id: PublishId) -> None:
-        self.session, self.id, self.about = session, id, About()
+        self.session, self.id, self.about = session, id, Available(id, None, {})
         self.arrived: dict[int, Arrived] = {}
         """What is here, by source rank."""
         self.staging: Staging | None = None
@@ -92,7 +91,7 @@ class Incoming:
         Returns False if the trainer has withdrawn the version, and nobody else has it.
         """
         session, holders, sources = self.session, available.holders, self.session.sources
-        self.about = About(available.parent, available.values)
+        self.about = available
         asked = [each for each in sources.values() if each.reader is not None]
         for each in asked:  # all at once
             each.ask_lease(self.id, deadline)
@@ -128,7 +127,7 @@ class Incoming:
         self._prepare_loading(deadline)
         if all(each.lease is None for each in self.arrived.values()):
             self.tell(Staged(self.id))
-        session.announce(self.id, self.about)
+        session.announce(available)
         return True
 
     def _keep_digests(self, known: dict[str, dict[int, bytes]], deadline: float) -> None:

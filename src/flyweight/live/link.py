@@ -44,8 +44,6 @@ class Link:
         self.holder: Holder | None = None
         """Serves them, if they cannot map everything themselves."""
         self.session: Session | None = None
-        self._is_first = True
-        """True if the session is of the publisher itself."""
         self.hearing = threading.Lock()
         """Held by the thread that takes what the publisher sends: an update, or who only looks."""
 
@@ -75,7 +73,7 @@ class Link:
         """
         last, addresses = self.session, [self.address, *self._others]
         if last is not None and last.is_alive and is_current:
-            if self._is_first or not self._others:
+            if not self._others or last.front.endpoint == self.address.endpoint:
                 return False
             # Look whether the publisher is there again, and else go on with the fallback.
             deadline = monotonic() + (deadline - monotonic()) / 2
@@ -99,7 +97,6 @@ class Link:
     def _swap(self, new: Session) -> None:
         self.drop()
         self.session = new
-        self._is_first = new.front.endpoint == self.address.endpoint
         if self.holder is not None:
             self.holder.start(new.holding)
 

@@ -108,7 +108,7 @@ class Available(Message, frozen=True):
     """The version that was published before."""
     values: dict[str, Leaf]
     """What is no tensor."""
-    holders: tuple[Endpoint, ...]
+    holders: tuple[Endpoint, ...] = ()
     """Other readers of this kind that have the version or fetch it, best first."""
 
 

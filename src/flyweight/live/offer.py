@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +22,6 @@ from flyweight.live.publish_id import PublishId
 from flyweight.live.rows import RowCopies, RowDigests
 from flyweight.memory import Buffer, Bytes
 from flyweight.memory_table import HOST, BufferTable, Integers, aligned
-from flyweight.spec.manifest import Leaf
 from flyweight.transports.device_segments import places_on_devices
 from flyweight.transports.segments import Placed, Segment, places_in_shared_memory
 
@@ -31,23 +29,6 @@ RECLAIM_SECONDS = 10.0
 """How long leases of a copy that is not offered any more run on."""
 COPY_SECONDS = 20.0
 """How long the copy of one range may take, for instance from a device."""
-
-
-@dataclass(frozen=True)
-class About:
-    """What readers learn of a version besides its bytes."""
-
-    parent: int | None = None
-    values: Mapping[str, Leaf] = field(default_factory=dict)
-
-
-class Copies(Protocol):
-    """What copies a whole stream, again for every version in the same memory."""
-
-    def start(self, *, should_digest: bool) -> Callable[[float], object]:
-        """Return what copies everything until a deadline."""
-
-    def close(self) -> None: ...
 
 
 class Served(ABC):
@@ -68,7 +49,8 @@ class Served(ABC):
 
     def segments(self, rank: int) -> Sequence[Segment]:
         """Return the shared memory that its bytes lie in, as far as they do."""
-        return []
+        found = self.mappable(rank)
+        return [each for each in found[0].segments if isinstance(each, Segment)] if found else []
 
     @abstractmethod
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
@@ -84,7 +66,7 @@ class Served(ABC):
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
         """Return the bytes of a range of a stream, where they lie if that is possible."""
 
-    def copies(self, plan: Plan, rank: int, sink: Bytes) -> Copies:
+    def copies(self, plan: Plan, rank: int, sink: Bytes) -> RowCopies:
         """Return what copies a whole stream into memory that a reader shares."""
         raise PlanError("staging is read or mapped; only a trainer fills memory of others")
 
@@ -101,6 +83,7 @@ class OfferMemory:
     def __init__(self, rank: int, table: BufferTable, placed: Placed | None) -> None:
         self.rank, self.table, self.placed = rank, table, placed
         self._rows: WeakKeyDictionary[Plan, tuple[BufferTable, RowDigests]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     @classmethod
     def of_model(cls, rank: int, table: BufferTable) -> OfferMemory:
@@ -110,13 +93,15 @@ class OfferMemory:
         return cls(rank, table, places_on_devices(table))
 
     def rows(self, plan: Plan, rank: int) -> tuple[BufferTable, RowDigests]:
+        """Return where the rows of a stream lie, and what digests them; prepared once."""
         if rank != self.rank:
             raise PlanError(f"this is rank {self.rank} of the trainer, not rank {rank}")
-        if plan not in self._rows:
-            stream = plan.streams[rank]
-            rows = stream.in_source(self.table)
-            self._rows[plan] = rows, RowDigests(rows, plan.digest, stream.cast)
-        return self._rows[plan]
+        with self._lock:
+            if plan not in self._rows:
+                stream = plan.streams[rank]
+                rows = stream.in_source(self.table)
+                self._rows[plan] = rows, RowDigests(rows, plan.digest, stream.cast)
+            return self._rows[plan]
 
 
 def packed_memory(
@@ -135,20 +120,21 @@ def packed_memory(
 class CopyMemory(OfferMemory):
     """A copy of a rank's blocks in shared memory, compared with the model when it is made."""
 
-    def __init__(self, rank: int, model: BufferTable) -> None:
+    def __init__(self, rank: int, model: BufferTable, names: Sequence[str]) -> None:
+        """names: of which tensor each block is."""
         table, placed = packed_memory(model.shape, model.item_bytes, model.devices)
         super().__init__(rank, table, placed)
         kind: DigestKind = "words" if model.devices else "xxh3"
         self._copies = RowCopies(table, model, kind)
-        self._model = RowDigests(model, kind)
+        self._model, self._names = RowDigests(model, kind), names
 
-    def refresh(self, deadline: float, names: Sequence[str], *, should_verify: bool) -> None:
+    def refresh(self, deadline: float, *, should_verify: bool) -> None:
         """Copy the model again; raise DigestMismatch if it changed meanwhile."""
         before = self._model.run(deadline)[0] if should_verify else None
         after = self._copies.start(should_digest=should_verify)(deadline)
         if before is None or after is None:
             return
-        changed = sorted({names[row] for row in np.flatnonzero(before != after).tolist()})
+        changed = sorted({self._names[row] for row in np.flatnonzero(before != after).tolist()})
         if changed:
             raise DigestMismatch(
                 f"{len(changed)} tensors changed while they were copied: {listed(changed)}; a "
@@ -166,7 +152,7 @@ class Offer(Served):
         id: PublishId,
         memory: OfferMemory,
         *,
-        until: float | None,
+        until: float | None = None,
         should_verify: bool,
         least_seconds: float = RECLAIM_SECONDS,
     ) -> None:
@@ -186,10 +172,6 @@ class Offer(Served):
         placed = self.memory.placed
         return None if placed is None or rank != self.memory.rank else (placed, self.memory.table)
 
-    def segments(self, rank: int) -> Sequence[Segment]:
-        placed = self.memory.placed
-        return [each for each in placed.segments if isinstance(each, Segment)] if placed else []
-
     def digests(self, plan: Plan, rank: int, deadline: float) -> tuple[bytes, int]:
         with self._lock:
             rows = self.memory.rows(plan, rank)[1]
@@ -200,40 +182,35 @@ class Offer(Served):
                 self._digests[plan] = found.astype("<u8").tobytes(), overflows
             return self._digests[plan]
 
+    def digest(self, plans: Iterable[Plan], deadline: float) -> None:
+        """Compute what readers that are connected need, before they ask for it."""
+        for plan in plans:
+            if self.memory.rank in plan.streams:
+                self.digests(plan, self.memory.rank, deadline)
+
     def parts(self, plan: Plan, rank: int, start: int, stop: int) -> Sequence[Bytes]:
-        """Return a view of each run of host memory that has the stream's bytes, else copies."""
-        rows, stream = self._rows(plan, rank), plan.streams[rank]
+        """Return a view of each run of host memory that has the bytes; a copy if any has not."""
+        rows, stream = self.memory.rows(plan, rank)[0], plan.streams[rank]
         row, low, high = stream.range(start, stop)
-        address, nbytes = rows.address[row] + low, high - low
         is_view = rows.is_contiguous[row] & (rows.device[row] == HOST) & (stream.cast[row, 0] < 0)
-        # Views of rows that follow each other in memory are one part, and so are copies.
-        joins = ~is_view[1:] & ~is_view[:-1]
-        joins |= is_view[1:] & is_view[:-1] & (address[1:] == address[:-1] + nbytes[:-1])
-        copied, found, at = np.empty(0, np.uint8), list[Bytes](), 0
         if not is_view.all():
-            copied = _copied(rows, stream, row[~is_view], low[~is_view], high[~is_view])
-        for first, end in pairwise([0, *(np.flatnonzero(~joins) + 1).tolist(), len(row)]):
-            size = int(nbytes[first:end].sum())
-            if is_view[first]:
-                found.append(_view(int(address[first]), size))
-            else:
-                found.append(copied[at : at + size])
-                at += size
-        return found
+            return [_copied(rows, stream, row, low, high)]
+        address, nbytes = rows.address[row] + low, high - low
+        cuts = np.flatnonzero(address[1:] != address[:-1] + nbytes[:-1]) + 1
+        return [
+            _view(int(address[first]), int(nbytes[first:end].sum()))
+            for first, end in pairwise([0, *cuts.tolist(), len(row)])
+        ]
 
     def copies(self, plan: Plan, rank: int, sink: Bytes) -> RowCopies:
-        rows, stream = self._rows(plan, rank), plan.streams[rank]
+        rows, stream = self.memory.rows(plan, rank)[0], plan.streams[rank]
         packed = stream.packed_at(Buffer.of(sink).address, sink)
         return RowCopies(packed, rows, cast=stream.cast)
 
     def bucket(self, plan: Plan, rank: int, bucket: int, slot: Buffer) -> RowCopies:
         """Return what copies a bucket of a stream into a slot on the device of its rows."""
-        stream = plan.streams[rank]
-        return _packing(self._rows(plan, rank), stream, stream.buckets[bucket], slot)
-
-    def _rows(self, plan: Plan, rank: int) -> BufferTable:
-        with self._lock:
-            return self.memory.rows(plan, rank)[0]
+        rows, stream = self.memory.rows(plan, rank)[0], plan.streams[rank]
+        return _packing(rows, stream, stream.buckets[bucket], slot)
 
 
 def _packing(rows: BufferTable, stream: Stream, pieces: Bucket, memory: Buffer) -> RowCopies:

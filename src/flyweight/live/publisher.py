@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Literal, get_args, overload
@@ -21,22 +20,21 @@ from flyweight.errors import (
     TransportError,
     VersionError,
 )
-from flyweight.live.catalog import Catalog, RankTable
-from flyweight.live.front_store import FrontStore, OwnStore, ranks_given
-from flyweight.live.holder import Holder, Holding
-from flyweight.live.messages import Result
-from flyweight.live.offer import RECLAIM_SECONDS, About, CopyMemory, Offer, OfferMemory
+from flyweight.live.catalog import Catalog
+from flyweight.live.front_store import FrontStore, holder_at, ranks_given
+from flyweight.live.holder import Holding
+from flyweight.live.messages import Available, CatalogTable, Result
+from flyweight.live.offer import RECLAIM_SECONDS, CopyMemory, Offer, OfferMemory
 from flyweight.live.plan import Plans
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity
 from flyweight.live.report import TIMEOUT_SECONDS, Publication, PublishReport
 from flyweight.live.shelf import Shelf
 from flyweight.live.source import PublishedFiles, PublishedModel, source_of
-from flyweight.memory_table import BufferTable, Integers
-from flyweight.plans.copy_table import BoxTable
+from flyweight.memory_table import Integers
 from flyweight.ranks.agreement import Ranks
-from flyweight.ranks.process_group import default_group, rendezvous_of
-from flyweight.ranks.rendezvous import Rendezvous
+from flyweight.ranks.process_group import rendezvous_of
+from flyweight.ranks.rendezvous import Rendezvous, RendezvousStore
 from flyweight.transports.address import (
     Claim,
     Endpoint,
@@ -44,7 +42,6 @@ from flyweight.transports.address import (
     UnixAddress,
     check_token,
     host_facing,
-    local_host_for,
     parse_address,
 )
 from flyweight.transports.tls import Tls
@@ -106,27 +103,28 @@ class Publisher:
         self._source = source_of(source, version)
         if isinstance(self._source, PublishedFiles) and keep is not None:
             raise SpecError(f"keep={keep!r} is for models; replicas can take files at any time")
-        self._publishing, self._thread = threading.Lock(), 0
-        """Held while a publish runs, and the thread of the call that began it."""
+        self._calling, self._thread = threading.Lock(), 0
+        """Held by the call that runs; the thread that began the last one, 0 if it left it."""
         self._is_open = True
         self.shelf = Shelf()
-        self._claim: Claim | None = None
-        self._front: FrontStore | None = None
-        self._holder: Holder | None = None
+        self._opened = ExitStack()
+        """Closes what was opened, the last first."""
         rendezvous = self._rendezvous(process_group, rank, world_size)
         self.rank, self.world_size = rendezvous.rank, rendezvous.num_ranks
         self._memory: OfferMemory | None = None
         self._kept: PublishId | None = None
         """What is offered between two publishes."""
-        self._last_version: int | None = None
-        self._parent: int | None = None
+        self.version: int | None = None
+        """The version that was published last; None before the first."""
+        self._next_version = 0
         self._ranks = Ranks()
         try:
             self._meet(rendezvous, token, tls, deadline)
             if isinstance(self._source, PublishedFiles):
                 self._offer_files(self._source)
         except BaseException:
-            self._free("the publisher could not be made")
+            self._is_open = False
+            self._free()
             raise
 
     def _rendezvous(
@@ -140,12 +138,10 @@ class Publisher:
                     "rank, without process_group= and world_size="
                 )
             return Rendezvous()
-        self._model.check_whole()
         found = ranks_given(process_group, rank, world_size)
         if found is None:
-            has_group = self._model.model.has_layout and default_group() is not None
-            found = rendezvous_of(None) if has_group else Rendezvous()
-        self._model.check_ranks(found)
+            found = rendezvous_of() if self._source.model.has_layout else Rendezvous()
+        self._source.check_ranks(found)
         if found.num_ranks > 1 and isinstance(self._place, TcpAddress) and not self._place.port:
             raise SpecError(
                 f"{found.num_ranks} ranks meet at {self._place}, and port 0 is another one for "
@@ -158,27 +154,32 @@ class Publisher:
     ) -> None:
         """Listen, and learn what the other ranks hold, which all make a publisher now."""
         place, rank = self._place, rendezvous.rank
-        if rank == 0:
-            secret = self._open_front(token, tls)
-        else:
+        store: RendezvousStore = self.shelf
+        if rank:
             me = Identity(f"rank {rank} of the trainer", token=token or "", tls=tls)
-            self._front = front = FrontStore(place, me)
+            store = front = FrontStore(place, me)
+            self._opened.callback(front.close)
             secret = front.token(deadline)
+        elif isinstance(place, UnixAddress):
+            claim = Claim(place, token)
+            self._opened.callback(claim.close)
+            secret = claim.token
+        else:
+            secret = check_token(token)
         if rendezvous.num_ranks > 1:
             if rendezvous.store is None:
-                store = OwnStore(self.shelf) if rank == 0 else front
                 rendezvous = replace(rendezvous, store=store, group="publisher")
             self._ranks = Ranks(replace(rendezvous, token=secret, host=host_facing(place)))
-        if rank:
-            self._holder = self._opened(secret, tls, rank)
-        holder = self._holder
-        assert holder is not None
+            self._opened.callback(self._ranks.close)
+        holder, self._place = holder_at(place, self.shelf, secret, tls, rank)
+        self._opened.callback(holder.close, "the publisher was closed")
         options = f"keep={self._keep!r}, verify={self._verify}, address={str(place)!r}"
         said = self._ranks.step(
             "meet",
             lambda: None,
             deadline,
-            table=lambda: msgspec.to_builtins(self._source.table(rank)),
+            table=lambda: msgspec.to_builtins(self._source.catalog(rank).table),
+            values=lambda: dict(self._source.values),
             endpoint=lambda: msgspec.to_builtins(holder.endpoint),
             session=lambda: secrets.token_hex(8),
             options=lambda: options,
@@ -189,8 +190,9 @@ class Publisher:
                     f"publishers of one model need the same options: rank 0 has "
                     f"{said[0]['options']}, rank {other} {each['options']}"
                 )
-        tables = [msgspec.convert(each["table"], RankTable) for each in said]
-        catalog, blocks = Catalog.joined(tables)
+        tables = [msgspec.convert(each["table"], CatalogTable) for each in said]
+        held = [Catalog.received(each) for each in tables]
+        catalog, blocks = Catalog.joined(held, [each["values"] for each in said])
         self._blocks: Integers = blocks[rank]
         endpoints = tuple(msgspec.convert(each["endpoint"], Endpoint) for each in said)
         self._holding = Holding(str(said[0]["session"]), Plans(catalog), endpoints)
@@ -199,44 +201,9 @@ class Publisher:
     def _offer_files(self, source: PublishedFiles) -> None:
         """Let replicas take the version that is in files, until `withdraw` or `close`."""
         id = PublishId(self._holding.session, source.version)
-        self._memory = source.read()
-        self.shelf.offer(Offer(id, self._memory, until=None, should_verify=self._verify))
-        self.shelf.announce(id, source.about)
-        self._kept, self._parent, self._last_version = id, source.version, source.version
-
-    @property
-    def _model(self) -> PublishedModel:
-        assert isinstance(self._source, PublishedModel)
-        return self._source
-
-    def _open_front(self, token: str | None, tls: Tls | None) -> str:
-        """Claim the address, listen there, and return the token."""
-        if isinstance(self._place, UnixAddress):
-            self._claim = Claim(self._place, token)
-            secret = self._claim.token
-        else:
-            secret = check_token(token)
-        self._holder = self._opened(secret, tls, 0)
-        if isinstance(self._place, TcpAddress):
-            port = int(self._holder.endpoint.remote.rpartition(":")[2])
-            host = self._holder.endpoint.remote.rpartition(":")[0].strip("[]")
-            self._place = TcpAddress(host, port)
-        return secret
-
-    def _opened(self, secret: str, tls: Tls | None, rank: int) -> Holder:
-        place = self._place
-        if isinstance(place, UnixAddress):
-            return Holder(self.shelf, secret, local=place.socket_of(rank))
-        # Another rank listens where it reaches rank 0 from: readers reach it there too.
-        front = os.uname().nodename if place.is_any else place.host
-        host = place.host if rank == 0 else local_host_for(front)
-        remote = TcpAddress(host, place.port if rank == 0 else 0)
-        return Holder(self.shelf, secret, remote=remote, tls=tls)
-
-    @property
-    def version(self) -> int | None:
-        """The version that was published last; None before the first."""
-        return self._parent
+        self.shelf.offer(Offer(id, source.read(), should_verify=self._verify))
+        self.shelf.announce(Available(id, source.parent, dict(source.values)))
+        self._kept, self.version = id, source.version
 
     @property
     def address(self) -> str:
@@ -302,12 +269,10 @@ class Publisher:
         `Publication.wait_copied` returns. Digests detect a write between the digest and the copy of
         a tensor; they cannot detect a training step that is half-way through before both.
         """
-        if isinstance(self._source, PublishedFiles):
+        source = self._source
+        if isinstance(source, PublishedFiles):
             raise SpecError("the source is files, which replicas take without a publish")
-        timeout = self._timeout_seconds
-        if timeout_seconds is not None:
-            timeout = check_seconds("timeout_seconds", timeout_seconds)
-        version, deadline = check_version(version), monotonic() + timeout
+        version, deadline = check_version(version), self._deadline(timeout_seconds)
         if type(num_replicas) is not int or num_replicas < 0:
             raise SpecError(f"num_replicas is {num_replicas!r}, expected a whole number from 0")
         if background and self._keep == "in_place":
@@ -316,41 +281,44 @@ class Publisher:
                 "publish in the foreground, and call withdraw before the next step"
             )
         publication = Publication(version)
-        self._acquire(deadline)
+
+        def run() -> None:
+            try:
+                publication.run(lambda: self._publish(source, publication, num_replicas, deadline))
+            finally:
+                self._end_call()
+
+        self._begin_call(deadline)
+        if not background:
+            run()
+            return publication.wait(0)
         try:
-            if background:
-                self._check_next(version)
-            self._thread = 0 if background else threading.get_ident()
-
-            def run() -> None:
-                try:
-                    publication.run(lambda: self._publish(publication, num_replicas, deadline))
-                finally:
-                    self._publishing.release()
-
-            if background:
-                threading.Thread(target=run, name="flyweight-publish", daemon=True).start()
-                return publication
+            self._check_next(version)
+            self._thread = 0  # `close` in this one waits for the other
+            threading.Thread(target=run, name="flyweight-publish", daemon=True).start()
         except BaseException:
-            self._publishing.release()
+            self._end_call()
             raise
-        run()
-        self._end_call()
-        return publication.wait(0)
+        return publication
 
     def _publish(
-        self, publication: Publication, num_replicas: int, deadline: float
+        self, source: PublishedModel, publication: Publication, num_replicas: int, deadline: float
     ) -> PublishReport:
+        """Take all steps, on all ranks.
+
+        On every way out, what does not stay is withdrawn on this rank, and all its leases have
+        ended: the caller may change the model.
+        """
         version, started = publication.version, monotonic()
         self._ranks.renew()
         said = self._ranks.step(
             "publish",
-            lambda: self._prepare(version, deadline),
+            lambda: self._prepare(source, version, deadline),
             deadline,
             version=lambda: version,
             next=lambda: self._next_version,
             seconds=lambda: deadline - monotonic(),
-            values=lambda: dict(self._model.model.manifest.values),
+            values=lambda: dict(source.values),
         )
         if {each["version"] for each in said} != {version}:
             raise VersionError(f"the ranks publish versions {[each['version'] for each in said]}")
@@ -358,35 +326,56 @@ class Publisher:
             raise VersionError(f"version {version} was offered by a rank before; take {least}")
         seconds = min(float(each["seconds"]) for each in said)
         deadline = monotonic() + seconds
+        end, digest_seconds = deadline + self._promised_seconds, 0.0
         id = PublishId(self._holding.session, version)
         values = {k: v for each in reversed(said) for k, v in each["values"].items()}
-        self._last_version = version  # used up: no other content ever gets this number
-        results: list[Result] = []
-        pending: list[str] = []
+        self._next_version = version + 1  # used up: no other content ever gets this number
+        served: tuple[list[Result], list[str]] = [], []
+
+        def offer() -> None:
+            nonlocal digest_seconds
+            self._withdraw_kept()
+            made = Offer(
+                id,
+                self._copied(source, end),
+                until=deadline if self._keep is None else None,
+                should_verify=self._verify,
+                least_seconds=self._promised_seconds,
+            )
+            digesting = monotonic()
+            made.digest(self._holding.plans, end)
+            digest_seconds = monotonic() - digesting
+            self.shelf.offer(made)
 
         def serve() -> None:
+            nonlocal served
             if self.rank == 0:
-                self.shelf.announce(id, About(self._parent, values))
+                self.shelf.announce(Available(id, self.version, values))
                 if self._keep is None or num_replicas:
-                    done, missing = self.shelf.wait_served(id, num_replicas, deadline)
-                    results.extend(done)
-                    pending.extend(missing)
+                    served = self.shelf.wait_served(id, num_replicas, deadline)
 
-        with self.shelf.publishing(), self._offered(id, deadline) as digest_seconds:
-            if self._keep is not None:  # to withdraw the last one had a time of its own
-                deadline = monotonic() + seconds
-            if self._keep == "memory":
-                publication.copied()
+        def report() -> Any:
+            spent = monotonic() - started, digest_seconds
+            return msgspec.to_builtins(
+                PublishReport(version, *spent, tuple(served[0]), tuple(served[1]))
+            )
 
-            def report() -> Any:
-                seconds = monotonic() - started
-                found = PublishReport(
-                    version, seconds, digest_seconds, tuple(results), tuple(pending)
-                )
-                return msgspec.to_builtins(found)
-
-            said = self._ranks.step("serve", serve, deadline, report=report)
-        self._parent = version
+        is_published = False
+        with self.shelf.publishing():
+            try:
+                self._ranks.step("offer", offer, end)
+                if self._keep is not None:  # to withdraw the last one had a time of its own
+                    deadline = monotonic() + seconds
+                if self._keep == "memory":
+                    publication.copied()
+                said = self._ranks.step("serve", serve, deadline, report=report)
+                is_published = True
+            finally:
+                if is_published and self._keep is not None:
+                    self._kept = id
+                else:
+                    self.shelf.reclaim(id, deadline if is_published else monotonic())
+        self.version = version
         return msgspec.convert(said[0]["report"], PublishReport)
 
     @property
@@ -400,76 +389,33 @@ class Publisher:
             self.shelf.reclaim(self._kept, monotonic() + self._promised_seconds)
             self._kept = None
 
-    @property
-    def _next_version(self) -> int:
-        return 0 if self._last_version is None else self._last_version + 1
-
     def _check_next(self, version: int) -> None:
-        if self._last_version is not None and version <= self._last_version:
+        if version < self._next_version:
             raise VersionError(
-                f"version {version} does not follow {self._last_version}, which was offered; take "
-                f"{self._next_version}, versions only grow"
+                f"version {version} does not follow {self._next_version - 1}, which was offered; "
+                f"take {self._next_version}, versions only grow"
             )
 
-    def _prepare(self, version: int, deadline: float) -> None:
+    def _prepare(self, source: PublishedModel, version: int, deadline: float) -> None:
         """Check the version and the model; nothing that is offered has changed yet."""
         self._check_next(version)
-        if self._model.refresh():
+        if source.refresh():
             self._memory = None
-        for device in self._model.devices:
+        for device in source.memory.devices:
             driver.synchronize(device, max(deadline - monotonic(), 0.001))
 
-    @contextmanager
-    def _offered(self, id: PublishId, deadline: float) -> Iterator[float]:
-        """Offer the model on all ranks; yield the seconds that digests took.
-
-        On every way out, what does not stay is withdrawn on this rank, and all its leases have
-        ended: the caller may change the model.
-        """
-        spent, end = [0.0], deadline + self._promised_seconds
-
-        def offer() -> None:
-            self._withdraw_kept()
-            memory = self._memory = self._memory or self._new_memory()
-            if isinstance(memory, CopyMemory):
-                memory.refresh(end, self._row_names, should_verify=self._verify)
-            until = deadline if self._keep is None else None
-            made = Offer(
-                id,
-                memory,
-                until=until,
-                should_verify=self._verify,
-                least_seconds=self._promised_seconds,
-            )
-            digesting = monotonic()
-            for plan in self._holding.plans:
-                if self.rank in plan.streams:
-                    made.digests(plan, self.rank, end)
-            spent[0] = monotonic() - digesting
-            self.shelf.offer(made)
-
-        is_published = False
-        try:
-            self._ranks.step("offer", offer, end)
-            yield spent[0]
-            is_published = True
-        finally:
-            if is_published and self._keep is not None:
-                self._kept = id
+    def _copied(self, source: PublishedModel, deadline: float) -> OfferMemory:
+        """Return the memory to offer: the model's own, or that of a copy made now."""
+        if self._memory is None:
+            table = source.memory.take(self._blocks)
+            if self._keep == "memory":
+                names = [source.names[n] for n in source.boxes.tensor[self._blocks].tolist()]
+                self._memory = CopyMemory(self.rank, table, names)
             else:
-                self.shelf.reclaim(id, deadline if is_published else monotonic())
-
-    def _new_memory(self) -> OfferMemory:
-        table: BufferTable = self._model.memory.take(self._blocks)
-        if self._keep == "memory":
-            return CopyMemory(self.rank, table)
-        return OfferMemory.of_model(self.rank, table)
-
-    @property
-    def _row_names(self) -> list[str]:
-        names, boxes = self._model.names, self._model.boxes
-        tensor = BoxTable(boxes.tensor, boxes.offset, boxes.shape).tensor[self._blocks]
-        return [names[n] for n in tensor.tolist()]
+                self._memory = OfferMemory.of_model(self.rank, table)
+        if isinstance(self._memory, CopyMemory):
+            self._memory.refresh(deadline, should_verify=self._verify)
+        return self._memory
 
     def withdraw(self, *, timeout_seconds: float | None = None) -> None:
         """Offer nothing from now on; the model may change when this returns.
@@ -479,27 +425,32 @@ class Publisher:
 
         timeout_seconds: how long to wait for a publish that runs.
         """
-        timeout = self._timeout_seconds
-        if timeout_seconds is not None:
-            timeout = check_seconds("timeout_seconds", timeout_seconds)
-        self._acquire(monotonic() + timeout)
+        self._begin_call(self._deadline(timeout_seconds))
         try:
-            self._thread = threading.get_ident()
             self._withdraw_kept()
         finally:
-            self._publishing.release()
             self._end_call()
 
-    def _acquire(self, deadline: float) -> None:
-        """Wait for the end of another call; the caller releases `_publishing`."""
+    def _deadline(self, timeout_seconds: float | None) -> float:
+        if timeout_seconds is None:
+            return monotonic() + self._timeout_seconds
+        return monotonic() + check_seconds("timeout_seconds", timeout_seconds)
+
+    def _begin_call(self, deadline: float) -> None:
+        """Wait for the end of another call; `_end_call` ends this one."""
         self._check_open()
-        if not self._publishing.acquire(timeout=max(deadline - monotonic(), 0)):
+        if not self._calling.acquire(timeout=max(deadline - monotonic(), 0)):
             raise TransferTimeout("the last publish is still under way")
-        try:
+        self._thread = threading.get_ident()
+        if not self._is_open:
+            self._end_call()
             self._check_open()
-        except BaseException:
-            self._publishing.release()
-            raise
+
+    def _end_call(self) -> None:
+        """Let the next call begin; close what a signal handler wanted to close in the middle."""
+        self._calling.release()
+        if not self._is_open:
+            self._free()
 
     def _check_open(self) -> None:
         if self._process != os.getpid():
@@ -508,12 +459,6 @@ class Publisher:
             )
         if not self._is_open:
             raise TransportError(f"the publisher at {self.address} is closed")
-
-    def _end_call(self) -> None:
-        """Close what a signal handler wanted to close in the middle of the call."""
-        is_interrupted, self._thread = self._thread < 0, 0
-        if is_interrupted:
-            self._free("the publisher was closed")
 
     def close(self) -> None:
         """End all leases, and tell replicas that no version comes from here any more. Repeatable.
@@ -524,26 +469,21 @@ class Publisher:
             return
         self._is_open = False
         self.shelf.stop()
-        if self._thread == threading.get_ident() and self._publishing.locked():
-            self._thread = -1  # it cannot wait for the call that it interrupts
-            return
-        is_over = self._publishing.acquire(timeout=_CLOSE_SECONDS)
-        self._free("the publisher was closed")
-        if is_over:
-            self._publishing.release()
+        # It cannot wait for a call that it interrupts, which frees everything when it ends.
+        if not (self._calling.locked() and self._thread == threading.get_ident()):
+            self._free()
 
-    def _free(self, why: str) -> None:
-        self._is_open = False
-        if self._kept is not None:
-            self.shelf.reclaim(self._kept, monotonic())
-        if self._holder is not None:
-            self._holder.close(why)
-        self._ranks.close()
-        if self._front is not None:
-            self._front.close()
-        if self._claim is not None:
-            self._claim.close()
-        self._memory = None
+    def _free(self) -> None:
+        """Withdraw and close everything, at the end of the call that runs. Repeatable."""
+        is_over = self._calling.acquire(timeout=_CLOSE_SECONDS)
+        try:
+            if self._kept is not None:
+                self.shelf.reclaim(self._kept, monotonic())
+            self._opened.close()
+            self._memory = None
+        finally:
+            if is_over:
+                self._calling.release()
 
     def __enter__(self) -> Publisher:
         return self

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 
 import numpy as np
@@ -24,6 +22,7 @@ from flyweight.errors import (
 )
 from flyweight.events import announce
 from flyweight.live.catalog import Catalog, Devices
+from flyweight.live.front_store import holder_at
 from flyweight.live.holder import Holder, Holding
 from flyweight.live.incoming import Incoming
 from flyweight.live.link import Link
@@ -112,15 +111,20 @@ class Relay:
         claim = Claim(self._on, self._token) if isinstance(self._on, UnixAddress) else None
         try:
             while not self._stopped.is_set():
-                with self._patience():
+                try:
                     self._link.connect(WholeTensors(), monotonic() + TIMEOUT_SECONDS)
-                session = self._link.session
-                if session is None:
-                    continue
-                if session is not self._served:
-                    self._serve(session, claim)
-                with self._patience():
-                    self._take_next(session)
+                    if self._served is not None and self._served is self._link.session:
+                        self._take_next(self._served)
+                except PeerRefused:
+                    raise
+                except FlyweightError as error:  # the next version may come whole
+                    if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
+                        found = {"name": self._link.me.name, "version": None}
+                        announce("update.failed", **found, error=str(error))
+                    if not isinstance(error, TransferTimeout):
+                        self._stopped.wait(_RETRY_SECONDS)
+                if (session := self._link.session) is not None and session is not self._served:
+                    self._serve(session, session.me.token if claim is None else claim.token)
         finally:
             why = f"{self._link.me.name!r} was stopped"
             if self.holder is not None:
@@ -130,39 +134,18 @@ class Relay:
             if claim is not None:
                 claim.close()
 
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Wait after a fault, which is announced unless the publisher is only gone."""
-        try:
-            yield
-        except PeerRefused:
-            raise
-        except FlyweightError as error:
-            # A publisher that is gone may come back, and the next version may come whole.
-            if not isinstance(error, (TransferTimeout, PeerLost, HandleGone)):
-                announce("update.failed", name=self._link.me.name, version=None, error=str(error))
-            if not isinstance(error, TransferTimeout):
-                self._stopped.wait(_RETRY_SECONDS)
-
-    def _serve(self, session: Session, claim: Claim | None) -> None:
+    def _serve(self, session: Session, token: str) -> None:
         """Let engines take what the publisher has from now on."""
         if self._offered is not None and self._offered.session != session.id:
             self._withdraw()
-        catalog = _catalog_of(session.catalog, session.plan)
+        plan, catalog = session.plan, _catalog_of(session.catalog, session.plan)
+        self._plans = Plans(catalog)
         if self.holder is None:
-            self.holder = self._opened(session.me.token if claim is None else claim.token)
-        self.holder.start(Holding(session.id, Plans(catalog), (self.holder.endpoint,)))
+            self.holder, self._on = holder_at(self._on, self._shelf, token, self._tls)
+        self.holder.start(Holding(session.id, self._plans, (self.holder.endpoint,)))
         self._served = session
-        nbytes = session.plan.nbytes
-        found = {"address": str(self._on), "name": self._link.me.name}
-        announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=nbytes)
-
-    def _opened(self, token: str) -> Holder:
-        if isinstance(self._on, UnixAddress):
-            return Holder(self._shelf, token, local=self._on.socket_of(0))
-        holder = Holder(self._shelf, token, remote=self._on, tls=self._tls)
-        self._on = TcpAddress(self._on.host, int(holder.endpoint.remote.rpartition(":")[2]))
-        return holder
+        found = {"address": self.address, "name": self._link.me.name}
+        announce("relay.serving", **found, num_tensors=len(catalog.tensors), nbytes=plan.nbytes)
 
     @property
     def address(self) -> str:
@@ -181,7 +164,7 @@ class Relay:
         try:
             if not incoming.open(available, started + TIMEOUT_SECONDS):
                 return
-            self._offer(session, incoming)
+            self._offer(incoming)
             seconds, nbytes = monotonic() - started, incoming.nbytes
             result = Result(name, os.getpid(), nbytes, seconds, transport=incoming.transport)
         except FlyweightError as error:
@@ -193,17 +176,14 @@ class Relay:
         incoming.tell(Done(id, result))
         announce("update.done", name=name, version=id.version, nbytes=nbytes, seconds=seconds)
 
-    def _offer(self, session: Session, incoming: Incoming) -> None:
+    def _offer(self, incoming: Incoming) -> None:
         """Let engines lease what was staged, where it lies."""
-        tables = [incoming.arrived[rank].rows for rank in session.plan.streams]
+        tables = [incoming.arrived[rank].rows for rank in incoming.session.plan.streams]
         memory = OfferMemory.of_model(0, BufferTable.joined(tables))
-        offer = Offer(incoming.id, memory, until=None, should_verify=incoming.is_verified)
-        assert self.holder is not None
-        assert self.holder.holding is not None
-        for plan in self.holder.holding.plans:
-            offer.digests(plan, 0, monotonic() + TIMEOUT_SECONDS)
+        offer = Offer(incoming.id, memory, should_verify=incoming.is_verified)
+        offer.digest(self._plans, monotonic() + TIMEOUT_SECONDS)
         self._shelf.offer(offer)
-        self._shelf.announce(incoming.id, incoming.about)
+        self._shelf.announce(incoming.about)
         self._offered = incoming.id
 
     def _withdraw(self) -> None:

@@ -18,8 +18,7 @@ from typing import Literal, get_args
 from flyweight.errors import PeerLost, PlanError, SpecError, TransferTimeout, TransportError
 from flyweight.live.catalog import Catalog
 from flyweight.live.holder import Holding
-from flyweight.live.messages import Confirmed, Declined
-from flyweight.live.offer import About
+from flyweight.live.messages import Available, Confirmed, Declined
 from flyweight.live.plan import Plan, Plans, make_plan
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader, with_newest_token
@@ -299,10 +298,10 @@ class Session:
         self.withdraw(monotonic() + WITHDRAW_SECONDS)
         self._shelf.pass_over(id)
 
-    def announce(self, id: PublishId, about: About) -> None:
+    def announce(self, available: Available) -> None:
         """Let readers that know only this replica take what is staged."""
-        if self._staged is not None and self._staged.id == id:
-            self._shelf.announce(id, about)
+        if self._staged is not None and self._staged.id == available.id:
+            self._shelf.announce(available)
 
     def withdraw(self, deadline: float) -> None:
         """Let nobody fetch what was staged last, whose memory the next version needs."""

@@ -26,7 +26,7 @@ from flyweight.live.messages import (
     Staged,
     Wait,
 )
-from flyweight.live.offer import About, Served
+from flyweight.live.offer import Served
 from flyweight.live.publish_id import PublishId
 from flyweight.live.ring import Ring
 from flyweight.live.tracker import Tracker
@@ -65,7 +65,8 @@ class Shelf:
         self.leases, self.tracker = LeaseBook(), Tracker()
         """Other files change them within `changing`."""
         self._offers: dict[PublishId, Served] = {}
-        self._about = About()
+        self._available: Available | None = None
+        """The newest version, for readers that wait."""
         self._last: PublishId | None = None
         """The last version that was offered; none before it comes any more."""
         self._readers: dict[int, Connected] = {}
@@ -114,11 +115,11 @@ class Shelf:
         with self.changing():
             self._last = id
 
-    def announce(self, id: PublishId, about: About) -> None:
+    def announce(self, available: Available) -> None:
         """Tell all readers that wait, and those that come, of the version."""
         with self._changed:
-            self._about = about
-            self.tracker.announce(id)
+            self._available = available
+            self.tracker.announce(available.id)
             self._wake(self._readers.values())
 
     def stop(self) -> None:
@@ -261,14 +262,14 @@ class Shelf:
         Raises VersionError if the version that it wants cannot come any more.
         """
         with self._changed:
-            is_offered, about = self.newest in self.leases.offered, self._about
+            is_offered = self.newest in self.leases.offered
             found = self.tracker.answer(reader, kind, wait, is_offered=is_offered)
             if not isinstance(found, tuple):
                 return found
             with self.changing():
                 self._readers[reader].is_updating = True
-            assert self.newest is not None
-            return Available(self.newest, about.parent, dict(about.values), found)
+            assert self._available is not None
+            return replace(self._available, holders=found)
 
     def lease(self, id: PublishId, reader: int, deadline: float) -> Served:
         """Return the offer of a version, which stays until the lease ends.
@@ -352,15 +353,15 @@ class Shelf:
             version = None if self.newest is None else self.newest.version
             return News(version, "PUBLISHING" if self._is_publishing else "IDLE", replicas)
 
-    # Texts that ranks leave for each other.
+    # Texts that ranks leave for each other: a `RendezvousStore`.
 
-    def post(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str, deadline: float) -> None:
         with self._changed:
             self._posts.pop(key, None)
             self._posts[key] = text
             if len(self._posts) > _MOST_POSTS:
                 del self._posts[next(iter(self._posts))]
 
-    def look(self, key: str) -> str | None:
+    def get(self, key: str, deadline: float) -> str | None:
         """Return the text under a key; None if there is none."""
         return self._posts.get(key)

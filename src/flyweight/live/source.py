@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec.structs import replace
 
 from flyweight.adapters.identity import Identity as ModelIdentity
 from flyweight.adapters.model import Model, adapt
@@ -12,16 +15,16 @@ from flyweight.checks import check_version
 from flyweight.errors import PlanError, SpecError, listed
 from flyweight.formats.reader import Reader, Target
 from flyweight.formats.stored import Stored
-from flyweight.live.catalog import Devices, RankTable
-from flyweight.live.offer import About, OfferMemory, packed_memory
+from flyweight.live.catalog import Catalog, Devices
+from flyweight.live.offer import OfferMemory, packed_memory
 from flyweight.memory import STAGING, collector_paused
 from flyweight.memory_table import NOWHERE
 from flyweight.plans.copy_table import BoxTable, item_bytes
 from flyweight.plans.reshard import reshard as reshard_boxes
-from flyweight.plans.tables import Boxes, Tensors, packed
 from flyweight.ranks.rendezvous import Rendezvous
 from flyweight.spec.box import Box
 from flyweight.spec.layout import Shard
+from flyweight.spec.manifest import Leaf
 from flyweight.worker_threads import default_threads
 
 
@@ -29,35 +32,32 @@ class PublishedModel:
     """The model of one rank: what it holds, where that lies, and whether it is still the same."""
 
     def __init__(self, thing: object) -> None:
+        """Look at a model; raise PlanError if another library has taken parameters' memory away."""
         self.thing = thing
         with collector_paused():
-            self._describe()
-
-    def _describe(self) -> None:
-        self.identity = ModelIdentity(self.thing)
-        self.model: Model = adapt(self.thing, may_be_empty=True)
-        self.names = list(self.model.manifest.tensors)
-        self.boxes, self.memory = self.model.tables(self.names)
+            self.identity = ModelIdentity(thing)
+            self.model: Model = adapt(thing, may_be_empty=True)
+            self.names = list(self.model.manifest.tensors)
+            self.boxes, self.memory = self.model.tables(self.names)
+        if emptied := emptied_names(self.model, thing):
+            raise PlanError(
+                f"{len(emptied)} parameters are partitioned by ZeRO-3 and empty on this rank: "
+                f"{listed(emptied)}; make the publisher and publish inside of "
+                f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
+            )
         if (self.memory.device == NOWHERE).any():
             raise SpecError("some tensors are on a device whose memory has no address")
 
     @property
-    def devices(self) -> list[int]:
-        return self.memory.devices
+    def values(self) -> Mapping[str, Leaf]:
+        """What is no tensor."""
+        return self.model.manifest.values
 
-    def table(self, rank: int) -> RankTable:
-        """Return what this rank holds, for the other ranks."""
-        manifest, devices = self.model.manifest, Devices.of(self.memory)
+    def catalog(self, rank: int) -> Catalog:
+        """Return what this rank holds."""
+        manifest, ranks = self.model.manifest, np.full(len(self.boxes), rank)
         specs = {name: manifest.spec(name) for name in self.names}
-        return RankTable(
-            Tensors.of(specs),
-            dict(manifest.tied),
-            Boxes.of(self.boxes),
-            packed([rank] * len(self.boxes)),
-            devices.names,
-            packed(devices.index),
-            dict(manifest.values),
-        )
+        return Catalog(specs, manifest.tied, self.boxes, ranks, Devices.of(self.memory))
 
     def check_ranks(self, found: Rendezvous) -> None:
         """Raise unless this can be the model, or the part of it, of a rank of so many."""
@@ -78,15 +78,6 @@ class PublishedModel:
                 f"place"
             )
 
-    def check_whole(self) -> None:
-        """Raise PlanError if another library has taken the parameters' memory away."""
-        if emptied := emptied_names(self.model, self.thing):
-            raise PlanError(
-                f"{len(emptied)} parameters are partitioned by ZeRO-3 and empty on this rank: "
-                f"{listed(emptied)}; make the publisher and publish inside of "
-                f"deepspeed.zero.GatheredParameters(model.parameters()), which every rank enters"
-            )
-
     def refresh(self) -> bool:
         """Look at the model again; return True if its tensors lie elsewhere now.
 
@@ -95,64 +86,43 @@ class PublishedModel:
         reshard(self.thing)  # a forward may have put whole tensors in the place of shards
         if self.identity.is_same():
             return False
-        before, last = self.table(0), dict(vars(self))
-        try:
-            with collector_paused():
-                self._describe()
-            self._check_same(before)
-        except BaseException:
-            vars(self).update(last)
-            raise
-        was = last["memory"]
-        is_moved = (was.address != self.memory.address).any()
-        return bool(is_moved or (was.strides != self.memory.strides).any())
-
-    def _check_same(self, before: RankTable) -> None:
-        after = self.table(0)
-        if (before.tensors, before.tied, before.blocks, before.device) != (
-            after.tensors, after.tied, after.blocks, after.device,
-        ):  # fmt: skip
-            names = set(before.tensors.names) ^ set(after.tensors.names)
+        last, after = self.memory, PublishedModel(self.thing)
+        before, found = self.catalog(0).table, after.catalog(0).table
+        if replace(found, devices=before.devices) != before:  # all of it may be on another device
+            names = set(before.tensors.names) ^ set(found.tensors.names)
             which = f": {listed(names)}" if names else ""
             raise PlanError(
                 f"the model has other tensors than when its publisher was made{which}; make a new "
                 f"publisher, on every rank if there are several"
             )
+        vars(self).update(vars(after))
+        is_moved = (last.address != self.memory.address).any()
+        return bool(is_moved or (last.strides != self.memory.strides).any())
 
 
-@dataclass(frozen=True, eq=False)
 class PublishedFiles:
     """An opened snapshot or checkpoint: all tensors, whole, in one rank."""
 
-    stored: Stored
-    version: int
-    """That of the files, or the one that the user gives; 0 if there is neither."""
-
-    @classmethod
-    def of(cls, stored: Stored, version: int | None) -> PublishedFiles:
-        found = stored.manifest.version if version is None else check_version(version)
+    def __init__(self, stored: Stored, version: int | None) -> None:
+        """version: the number by which it is to be known; else that of the files, or 0."""
         if not stored.manifest.tensors:
             raise SpecError(f"{stored.store.place!r} holds no tensors")
-        return cls(stored, 0 if found is None else found)
+        found = stored.manifest.version if version is None else check_version(version)
+        self._stored, self.version = stored, 0 if found is None else found
+        self.values, self.parent = stored.manifest.values, stored.manifest.parent
 
-    @property
-    def about(self) -> About:
-        return About(self.stored.manifest.parent, self.stored.manifest.values)
-
-    def table(self, rank: int) -> RankTable:
-        manifest = self.stored.manifest
+    def catalog(self, rank: int) -> Catalog:
+        manifest = self._stored.manifest
         boxes = BoxTable.whole(manifest.tensors.values())
-        zeros = packed([0] * len(boxes))
-        values = dict(manifest.values)
-        tensors, tied = Tensors.of(manifest.tensors), dict(manifest.tied)
-        return RankTable(tensors, tied, Boxes.of(boxes), zeros, ("",), zeros, values)
+        zeros = np.zeros(len(boxes), np.int64)
+        return Catalog(manifest.tensors, manifest.tied, boxes, zeros, Devices(("",), zeros))
 
     def read(self) -> OfferMemory:
         """Return the tensors, read and checked, in shared memory that replicas map.
 
         The files themselves are never mapped: to truncate one would end a replica by SIGBUS.
         """
-        stored, specs = self.stored, self.stored.manifest.tensors
+        stored, specs = self._stored, self._stored.manifest.tensors
         whole = {name: [Shard(0, Box.whole(spec.shape))] for name, spec in specs.items()}
         boxes = BoxTable.whole(specs.values())
         table, placed = packed_memory(boxes.shape, item_bytes(specs.values()))
@@ -172,7 +142,7 @@ class PublishedFiles:
 def source_of(thing: object, version: int | None) -> PublishedModel | PublishedFiles:
     """Return what a publisher knows of its source; `version` is for files only."""
     if isinstance(thing, Stored):
-        return PublishedFiles.of(thing, version)
+        return PublishedFiles(thing, version)
     if version is not None:
         raise SpecError(f"version={version} is for files; a model's is an argument of publish")
     return PublishedModel(thing)
