@@ -23,7 +23,7 @@ from flyweight.live import Publisher, Replica, UpdateReport
 from flyweight.live.front_store import FrontStore
 from flyweight.live.holder import Conversation
 from flyweight.live.messages import Available, Wait
-from flyweight.live.offer import About, Offer
+from flyweight.live.offer import Offer
 from flyweight.live.publish_id import PublishId
 from flyweight.live.reader import Identity, Reader
 from flyweight.live.shelf import Shelf
@@ -205,7 +205,7 @@ def test_a_version_that_is_announced_while_a_wait_ends_is_its_answer(monkeypatch
         found = has_input(self, *others, deadline=deadline)
         if readers_thread() and others and not ids and monotonic() >= deadline:
             ids.append(PublishId(session, 1))
-            source.shelf.announce(ids[0], About())
+            source.shelf.announce(Available(ids[0], None, {}))
         return found
 
     with Publisher(model(1), ANY, token=TOKEN) as source, reader(model(), source.address) as sink:

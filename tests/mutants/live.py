@@ -111,8 +111,8 @@ MUTANTS = [
     Mutant(
         "ranks load different files of one number",
         "live/replica.py",
-        '            if not found or any(each["id"] != said[0]["id"] for each in said):\n',
-        "            if not found:\n",
+        '        if not found or any(each["id"] != said[0]["id"] for each in said):\n',
+        "        if not found:\n",
         "tests/live/test_fallback.py",
     ),
     Mutant(
