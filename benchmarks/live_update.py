@@ -212,16 +212,16 @@ def engine(model: str, device: str, name: str, line: Connection | None) -> Comma
                 tensor.copy_(others[key])
             return time.perf_counter() - started
         total = sum(tensor.nbytes for tensor in mine.values())
-        part = min(total, 4 << 30)  # four engines of a large model leave no room for all of it
-        sink, source = (torch.empty(part, dtype=torch.uint8, device=device) for _ in range(2))
+        part = min(total, 2 << 30)  # four engines of a large model leave no room for all of it
+        if not others:  # kept: memory that is freed costs the next copy of anybody its addresses
+            for key in ("sink", "source"):
+                others[key] = torch.empty(part, dtype=torch.uint8, device=device)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        sink.copy_(source)
+        others["sink"].copy_(others["source"])
         first.record()
-        sink.copy_(source)
+        others["sink"].copy_(others["source"])
         last.record()
         last.synchronize()
-        del sink, source
-        torch.cuda.empty_cache()
         return float(first.elapsed_time(last)) / 1000 * total / part
 
     def unpack(num_buckets: int, version: int) -> None:
