@@ -4,6 +4,7 @@ Every wait ends by an event. Its limit, `LIMIT`, only finds hangs: no test may d
 machine is. A process that a `with` statement started does not outlive it.
 """
 
+import gc
 import multiprocessing
 import os
 import pty
@@ -246,6 +247,7 @@ class Terminal:
 
 def resources():
     """Return what a process must not leak: threads, open files, mapped shared memory."""
+    gc.collect()  # else what earlier tests have left may go in the middle of this one
     threads = [t.name for t in threading.enumerate() if t.name.startswith("flyweight")]
     files = []
     for name in os.listdir("/proc/self/fd"):
