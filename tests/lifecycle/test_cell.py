@@ -497,7 +497,7 @@ def test_a_worker_whose_cell_is_removed_ends_soon_and_says_why(path, address):
             path.unlink()
             until(lambda: worker.failure is not None)
             assert "was removed while in use" in str(worker.failure)
-            assert worker.operations.state is State.FAILED
+            until(lambda: worker.operations.state is State.FAILED)
 
 
 # Records.

@@ -46,6 +46,7 @@ from live.one_process import (
     model,
     raising,
     reader,
+    taken,
 )
 
 ANY = "tcp://127.0.0.1:0"
@@ -215,6 +216,23 @@ def test_a_version_that_is_announced_while_a_wait_ends_is_its_answer(monkeypatch
         monkeypatch.setattr(Wire, "has_input", late)
         wait = Wait(None, None, None, False, 0.05)
         assert front.channel.call(wait, Available, monotonic() + LIMIT).id == ids[0]
+
+
+def test_how_an_update_ended_is_known_also_if_its_lease_was_ended_meanwhile(monkeypatch):
+    """What a reader says after it, unasked, may be on its way when the publisher closes."""
+    weights, arrays, release = mappable(1), model(), Conversation._release
+
+    def ended(self, *words, **options):
+        with self._shelf.changing():
+            self._shelf.leases.end(self._shelf.newest)
+        self._me.ending = "its time was over"
+        return release(self, *words, **options)
+
+    monkeypatch.setattr(Conversation, "_release", ended)
+    with Publisher(weights, ANY, token=TOKEN) as source, reader(arrays, source.address) as sink:
+        report, _ = taken(source, 1, sink)
+        assert [each.error for each in report.replicas] == [""]
+        assert holds(arrays, 1)
 
 
 # Leases and digests.

@@ -241,9 +241,11 @@ class Conversation:
         try:
             answer = self._answer_to(frame.message, frame)
         except FlyweightError as error:  # the reader asked for what there is not
-            if self._channel.has_failed or self._me.ending:
+            if self._channel.has_failed:
                 raise
-            if frame.number:
+            if frame.number:  # else what comes next may matter still, as how an update ended
+                if self._me.ending:
+                    raise
                 self._channel.refuse(error, frame.number)
         else:
             if answer is not None and frame.number:
