@@ -1,18 +1,19 @@
 """Live updates: trainers hold offers of their model, and engines lease, copy and commit them.
 
 publisher.py   the trainer's side            replica.py    the engine's side
-holder.py      serves offers                 reader.py     one connection to a holder
-shelf.py       what a holder serves          session.py    all that a replica has of a trainer
-offer.py       a version in memory           incoming.py   one version on its way into a model
-stored_offer.py  a version in files          loader.py     an engine's own loader
-catalog.py     what a trainer has            target.py     what an engine wants
-plan.py        who copies what from where    rows.py       copies and digests, prepared once
-check_live.py  digests of what lies in live memory
-fetch.py       ranges from several holders   staging.py    a version that arrives over the network
-buckets.py     a stream cut into pieces      ring.py       slots on a device that buckets go through
-messages.py    what goes over a connection   report.py     what users get back
-front_store.py where ranks find each other   fallback.py   where versions are while nobody publishes
+source.py      a model, or opened files      target.py     what an engine wants
+offer.py       a version in memory           link.py       the session that is in use
+holder.py      serves offers                 session.py    all that a replica has of a trainer
+shelf.py       who reads what of a holder    source_rank.py  the same of one of its ranks
+catalog.py     what a trainer has            reader.py     one connection to a holder
+plan.py        who copies what from where    incoming.py   one version on its way into a model
+rows.py        copies and digests, prepared  fetch.py      ranges from several holders
+messages.py    what goes over a connection   staging.py    a version that arrives over the network
+buckets.py     a stream cut into pieces      loader.py     an engine's own loader
+ring.py        slots that buckets go through fallback.py   where versions are while nobody publishes
+report.py      what users get back           check_live.py  digests of what lies in live memory
 relay.py       one staging for a host        watch.py      the state of a publisher, as it changes
+front_store.py who listens at a front, and how ranks find each other there
 lease_book.py, tracker.py, held_version.py   pure state: no sockets, no threads, no clock
 """
 

@@ -102,9 +102,8 @@ class Door:
             ends = [each.deadline for each in self._strangers.values()]
             patience = max(min(ends, default=monotonic() + 60) - monotonic(), 0.001)
             ready = {file for file, _ in polled.poll(1000 * patience)}
-            for file in (
-                ready & self._strangers.keys()
-            ):  # before accepting, which may end the oldest
+            known = ready & self._strangers.keys()
+            for file in known:  # before accepting, which may end the oldest
                 self._hear(self._strangers[file])
             for each in self._servers:
                 if each.fileno() in ready:
