@@ -1,5 +1,6 @@
 """Weights by NIXL, over TCP: right bytes, faults that cost no weights, and nothing that arrives late."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -303,7 +304,9 @@ def space(nbytes):
 
 
 def test_parts_arrive_in_their_order_from_segments_and_slots(over_tcp):
-    outside = [random_bytes(1 << 20, seed=5)]  # the kernel maps what comes later below it
+    # The kernel maps what comes later, and is larger, below it.
+    outside = [np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)]
+    outside[0][:] = random_bytes(1 << 20, seed=5)
     with both_sides() as (_, window, puller):
         into = space(8 << 20)
         segments = [Segment.allocate(3 << 20, is_writable_by_readers=n > 0) for n in range(2)]
