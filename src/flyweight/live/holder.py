@@ -181,7 +181,7 @@ class Conversation:
         self._ring: Ring | None = None
         self._shown: messages.News | None = None
         """What this reader saw last, if it watches."""
-        self._told: PublishId | None = None
+        self._announced: PublishId | None = None
 
     def run(self) -> None:
         channel, number, why = self._channel, 0, ""
@@ -225,8 +225,8 @@ class Conversation:
             self._shown = news
             self._send(news)
         newest = self._shelf.newest
-        if self._holding is not None and newest is not None and newest != self._told:
-            self._told = newest
+        if self._holding is not None and newest is not None and newest != self._announced:
+            self._announced = newest
             self._send(messages.Announced(newest))
 
     def _hear_bell(self) -> None:
@@ -327,7 +327,7 @@ class Conversation:
             raise HandleGone(f"this holder serves session {holding.session[:6]}, not {known[:6]}")
         if join.num_ranks < 1 or not 0 <= join.rank < join.num_ranks:
             raise SpecError(f"{self._channel.peer} is rank {join.rank} of {join.num_ranks}")
-        self._holding, self._told = holding, self._shelf.newest
+        self._holding, self._announced = holding, self._shelf.newest
         self._channel.peer = f"reader {join.name!r} rank {join.rank}"
         if not known:  # others are connections for bytes, of a reader that has joined before
             self._shelf.join(self._reader, join)
@@ -376,7 +376,7 @@ class Conversation:
                 if has_input or monotonic() >= deadline:  # it cancels, or is gone
                     break
                 self._hear_bell()
-        # It may have been told of a version until it did not count any more.
+        # A version may have been announced to it until it did not count any more.
         found = found or self._shelf.answer(self._reader, kind, wait)
         if found is None:
             is_newest = wait.have is not None and wait.have == self._shelf.newest
@@ -386,7 +386,7 @@ class Conversation:
                 f"timeout_seconds"
             )
         if isinstance(found, messages.Available):
-            self._told = found.id
+            self._announced = found.id
         return found
 
     def _give_lease(self, lease: messages.Lease, number: int) -> None:

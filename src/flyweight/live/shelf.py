@@ -51,7 +51,7 @@ class Connected:
     replica: ReplicaNews | None = None
     """Who has joined, and what its last update came to."""
     is_updating: bool = False
-    """True if it was told of a version, and is not done."""
+    """True if it has heard of a version, and is not done."""
     is_watching: bool = False
     """True if the bell is to ring when the news change."""
 
@@ -136,7 +136,7 @@ class Shelf:
     def wait_served(
         self, id: PublishId, num_replicas: int, deadline: float
     ) -> tuple[list[Result], list[str]]:
-        """Wait for the engines that were told of a version, and until so many have it.
+        """Wait for the engines that have heard of a version, and until so many have it.
 
         An engine that has fetched everything is not waited for. Returns how each ended, and the
         names of those that are not done.
@@ -257,7 +257,7 @@ class Shelf:
                 self.tracker.stop_waiting(reader)
 
     def answer(self, reader: int, kind: str, wait: Wait) -> Available | Current | None:
-        """Return what a reader should be told now, if anything.
+        """Return the answer to a wait, if there is one now.
 
         Raises VersionError if the version that it wants cannot come any more.
         """

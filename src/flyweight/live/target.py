@@ -165,7 +165,7 @@ class ModelTarget:
 
     def touched(self) -> None:
         """Let the framework know that its tensors were written."""
-        if self._model is not None:  # else files were read, by what has told it
+        if self._model is not None:  # else files were read, and `load` has done so
             self._model.touched()
 
     def finish(self, values: Mapping[str, Leaf]) -> None:

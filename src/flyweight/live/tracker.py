@@ -1,11 +1,11 @@
 """Tracker: which readers fetch or have the newest version, and where each should fetch it. Pure.
 
-The hosts of a kind form chains in the order in which their first readers were told of a version:
+The hosts of a kind form chains in the order in which their first readers heard of a version:
 the first of a chain fetches from the trainer, each other one from the host before it, as the bytes
 arrive. Readers of one host share what the first of them fetches.
 
 A place is the address at which a reader serves. It keeps its position over a reconnect and a
-restart, and a reader is only ever sent to places that were told before its own: nobody waits in a
+restart, and a reader is only ever sent to places that heard of it before its own: nobody waits in a
 circle.
 """
 
@@ -30,20 +30,20 @@ MAX_REFUSED = 100
 
 @dataclass
 class _Place:
-    """An address that was told of a version. It stays of the kind that it was told for first."""
+    """An address whose reader has heard of a version. It stays of the kind that it had then."""
 
     address: Endpoint
     kind: str
     host: str
     position: int
-    """Its position among all that were told."""
+    """Its position among all that have heard of it."""
     is_complete: bool | None = None
-    """True once its reader has all of the version; None if it was not told, or has failed."""
+    """True once its reader has all of it; None if that has not heard of it, or has failed."""
 
 
 @dataclass
 class _Rank:
-    """A rank of an engine that was told of a version."""
+    """A rank of an engine that has heard of a version."""
 
     num_ranks: int
     is_staged: bool = False
@@ -65,12 +65,12 @@ class _Version:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the updates of engines go that were told of a version, or were refused before it."""
+    """How the updates of engines go that have heard of a version, or were refused before it."""
 
     results: list[Result] = field(default_factory=list)
     """One for each engine that has no rank that is missing."""
     missing: list[str] = field(default_factory=list)
-    """The names of engines with ranks that were told and are not done or lost."""
+    """The names of engines with ranks that have heard of it and are not done or lost."""
     needing: list[str] = field(default_factory=list)
     """Those of them that have not fetched everything.
 
@@ -109,7 +109,7 @@ class Tracker:
         self._readers[reader] = join
         for key in (join.serves_at, (join.name, join.rank)):
             self._at.setdefault(key, []).append(reader)
-        self.maps(reader)  # nobody fetches there until the reader that is there now is told
+        self.maps(reader)  # nobody fetches there until the reader that is there now hears of it
 
     def lose(self, reader: int) -> None:
         """Forget a reader whose connection has closed; how its update ended is kept."""
@@ -165,7 +165,7 @@ class Tracker:
         return holders
 
     def note(self, reader: int, said: Staged | Done) -> None:
-        """Note that a rank that was told of the newest version has all of it, or how it ended."""
+        """Note that a rank that has heard of the newest version has all of it, or how it ended."""
         place, rank = self._known(reader)
         result = said.result if isinstance(said, Done) else None
         if said.id != self.newest:
@@ -184,7 +184,7 @@ class Tracker:
     # What the publisher does.
 
     def announce(self, id: PublishId) -> None:
-        """Begin a version, and note that all readers that wait for one were told."""
+        """Begin a version, and note that all readers that wait for one hear of it."""
         self.newest, self._version = id, _Version(refused=self._refused)
         self._refused = {}
         for reader, (kind, wait) in self._waiting.items():
@@ -199,7 +199,7 @@ class Tracker:
             del self._refused[next(iter(self._refused))]
 
     def outcome(self, id: PublishId) -> Outcome:
-        """Return how the updates of all engines that were told of a version go."""
+        """Return how the updates of all engines that have heard of a version go."""
         found, engines = Outcome(), dict[str, list[_Rank]]()
         if id != self.newest:
             return found
@@ -250,7 +250,7 @@ class Tracker:
                 each.pop(me.name, None)
 
     def _holders(self, reader: int, kind: str) -> tuple[Endpoint, ...]:
-        """Return the places where a reader may fetch, all told before its own, best first."""
+        """Return the places where a reader may fetch, all earlier than its own, best first."""
         me, version = self._readers[reader], self._version
         mine = version.places.get(me.serves_at) if me.serves_at else None
         at = len(version.places) if mine is None else mine.position
